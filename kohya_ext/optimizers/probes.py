@@ -76,14 +76,14 @@ def steps_elements_separately(optimizer: Any, rounded_states: frozenset[str]) ->
 def _agree(optimizer: Any, together: Sequence[Any], apart: Sequence[Any]) -> bool:
     """Return whether weights stepped together are equal to weights of the same elements stepped one at a time.
 
-    Gradients differ in size, and have the same signs in every step, which raises the rates that some optimizers estimate.
+    Gradients have the same signs in every step, which raises the rates that some optimizers estimate from all weights.
     """
     import torch
 
     group, other = (_usual_group(optimizer, weights) for weights in (together, apart))
     places = torch.arange(sum(weight.numel() for weight in together))
     for number in range(_STEPS):
-        gradient = (torch.cos(places + number) + 2) * 10.0 ** (places // _SIDE**2)
+        gradient = torch.cos(places + number) + 2
         for weights in (together, apart):
             _give(weights, gradient)
         step_groups(optimizer, [group])

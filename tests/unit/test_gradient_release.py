@@ -1,5 +1,6 @@
 """gradient_release: steps of single weights, stochastic rounding, clipping, and what it refuses."""
 
+import copy
 import importlib
 from argparse import Namespace
 from pathlib import Path
@@ -33,6 +34,10 @@ def give_gradients(weights, step):
         weight.grad = torch.cos(weight.detach() * (step + place + 1))
 
 
+def options_of(optimizer):
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
 def optimizer_of(kind, weights):
     module, _, name = kind.partition(":")
     kind = getattr(pytest.importorskip(module), name)
@@ -41,6 +46,22 @@ def optimizer_of(kind, weights):
     if hasattr(optimizer, "train"):
         optimizer.train()
     return optimizer
+
+
+class Averaging(torch.optim.Optimizer):
+    """An optimizer of nobody's package, which scales its step by the mean of all gradients, and whose group has a list."""
+
+    def __init__(self, weights, lr):
+        super().__init__(weights, {"lr": lr, "means": []})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            trained = [weight for weight in group["params"] if weight.grad is not None]
+            if trained:
+                group["means"].append(torch.stack([weight.grad.abs().mean() for weight in trained]).mean())
+            for weight in trained:
+                weight.sub_(weight.grad / group["means"][-1], alpha=group["lr"])
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------
@@ -190,6 +211,7 @@ def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
         ("transformers.optimization:Adafactor", True, frozenset(), False),
         ("pytorch_optimizer:Lamb", True, {*STATES, "adam_norm", "weight_norm", "trust_ratio"}, False),
         ("prodigyopt:Prodigy", False, {*STATES, "s", "p0"}, False),
+        (f"{__name__}:Averaging", False, frozenset(), False),
         ("dadaptation:DAdaptLion", False, {"exp_avg", "s"}, False),
     ],
 )
@@ -201,15 +223,14 @@ def test_probes_know_how_an_optimizer_treats_weights(kind, is_separate, states, 
     else:
         optimizer = optimizer_of(kind, weights := weights_of())
     random, state = torch.get_rng_state(), dict(optimizer.state)
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = copy.deepcopy(options_of(optimizer))
     assert probes.steps_weights_separately(optimizer) == is_separate
     names = probes.states_of_the_weights_type(optimizer)
     assert names == states
     assert probes.steps_elements_separately(optimizer, names) == is_elementwise
     assert torch.equal(torch.get_rng_state(), random)
     assert optimizer.state == state
-    after = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    assert after == groups
+    assert options_of(optimizer) == groups
     assert all(map(torch.equal, weights, weights_of()))
 
 
