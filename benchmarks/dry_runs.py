@@ -100,6 +100,8 @@ ROWS = (
     Row("two processes, LoRA of SDXL", "sdxl_train_network.py --preset sdxl-lora/16gb --num_processes 2"),
     Row("gradient release with AdamW, fine-tune of SDXL", f"sdxl_train.py {_RELEASE} --optimizer_type AdamW"),
     Row("gradient release with AdamW8bit, fine-tune of SDXL", f"sdxl_train.py {_RELEASE} --optimizer_type AdamW8bit"),
+    Row("optimizer states on the host, fine-tune of SDXL",
+        f"sdxl_train.py {_RELEASE} --optimizer_type AdamW --optimizer_states_on_host"),
     Row("a fork's script, SD 1.5", f"train_network.py {_SD15} --network_module networks.lora --network_dim 16 "
         "--optimizer_type AdamW8bit", _KEPT),
 )  # fmt: skip
