@@ -138,6 +138,8 @@ class _Release(TrainingCallback):
         """Keep the norm of this step, unless it was skipped."""
         if self.host is not None:
             self.host.end_step()
+            if hasattr(self._optimizer, "eval"):  # a schedule-free optimizer, which reads its states between steps
+                self.host.drain()
         if isinstance(self.squares, float):
             return
         self.earlier, self.squares = self.squares, 0.0
