@@ -72,9 +72,10 @@ class _Release(TrainingCallback):
     rounding: StochasticRounding | None
     max_norm: float
     """The limit of the norm of all gradients; 0: no limit."""
-    accelerator: Accelerator
     host: HostStates | None = None
     """The optimizer's states on the host; None if they are on the GPU."""
+    accelerator: Accelerator | None = None
+    """The run's, if the states are on the host."""
     stepped: int = 0
     """Weights stepped in this run."""
     earlier: Any = 0.0
@@ -83,16 +84,11 @@ class _Release(TrainingCallback):
     """That of the gradients so far in this step."""
     _hooks: list[Any] = field(default_factory=list)
 
-    @property
-    def _optimizer(self) -> Any:
-        (prepared,) = self.accelerator._optimizers
-        return prepared.optimizer
-
     def before_batch(self, accelerator: Accelerator) -> None:
         """Hook the weights, once accelerate has prepared the optimizer and loaded a state."""
         if self._hooks:
             return
-        optimizer = self._optimizer
+        optimizer = _optimizer(accelerator)
         if self.host is not None:
             vars(optimizer).pop("load_state_dict", None)
             self.host.adopt(optimizer)
@@ -138,7 +134,7 @@ class _Release(TrainingCallback):
         """Keep the norm of this step, unless it was skipped."""
         if self.host is not None:
             self.host.end_step()
-            if hasattr(self._optimizer, "eval"):  # a schedule-free optimizer, which reads its states between steps
+            if hasattr(_optimizer(accelerator), "eval"):  # a schedule-free optimizer, which reads its states between steps
                 self.host.drain()
         if isinstance(self.squares, float):
             return
@@ -160,7 +156,7 @@ class _Release(TrainingCallback):
         if self.host is not None:
             from kohya_ext.optimizers.host_states import load_on_host
 
-            optimizer = self._optimizer
+            optimizer = _optimizer(self.accelerator)
             optimizer.load_state_dict = partial(load_on_host, optimizer, optimizer.load_state_dict)
         file = folder / FILE
         if not file.is_file():
@@ -180,6 +176,11 @@ class _Release(TrainingCallback):
             self.host.drain()
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def _optimizer(accelerator: Any) -> Any:
+    (prepared,) = accelerator._optimizers
+    return prepared.optimizer
 
 
 def _has_bf16(weights: list[Any]) -> bool:
@@ -223,7 +224,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
         stop(f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process")
     rounding = StochasticRounding(accelerator.device, args.seed or 0) if settings[STOCHASTIC_ROUNDING] else None
     host = _host_states(accelerator) if settings[OPTIMIZER_STATES_ON_HOST] else None
-    return _Release(rounding, args.max_grad_norm or 0.0, accelerator, host)
+    return _Release(rounding, args.max_grad_norm or 0.0, host, accelerator)
 
 
 def _host_states(accelerator: Accelerator) -> HostStates | None:
