@@ -128,7 +128,7 @@ class HostStates:
                 places[name].copy_(value, non_blocking=True)
             self._left[weight] = self.to_host.record_event()
         self._leaving.append((self._left[weight], [*moved.values()]))
-        self._free()
+        self._free(_AHEAD)
         return {**state, **places}
 
     def _place(self, kept: Any, value: torch.Tensor) -> torch.Tensor:
@@ -136,9 +136,9 @@ class HostStates:
             return torch.as_tensor(kept)
         return self.memory.empty_like(value)
 
-    def _free(self) -> None:
-        """Free the memory of states that have left the GPU, once more than :data:`_AHEAD` bytes are on their way."""
-        while sum(tensor.nbytes for _, tensors in self._leaving for tensor in tensors) > _AHEAD and len(self._leaving) > 1:
+    def _free(self, left: int) -> None:
+        """Free the memory of states on their way to the host, but for some bytes, for the kernels that are launched next."""
+        while self._leaving and sum(tensor.nbytes for _, tensors in self._leaving for tensor in tensors) > left:
             torch.cuda.current_stream().wait_event(self._leaving.popleft()[0])
 
     def adopt(self, optimizer: Any) -> None:
@@ -154,7 +154,8 @@ class HostStates:
                         state[name] = value.to(weight.device)
 
     def end_step(self) -> None:
-        """Take the order of this step for the next one."""
+        """Take the order of this step for the next one, and let the next forward pass have the memory of this step's states."""
+        self._free(0)
         if self._stepped:
             self._order, self._stepped = [*self._stepped], {}
 

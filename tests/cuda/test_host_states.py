@@ -27,6 +27,6 @@ def test_states_on_the_host_take_no_memory_of_the_gpu_between_steps(checkout, tr
         assert after.own_syncs == before.own_syncs == {}
         assert after.launches == before.launches
         assert after.bytes < 0.7 * before.bytes
-        assert after.bytes_to_host > before.bytes - after.bytes
+        assert after.bytes_to_host > 0.9 * (before.bytes - after.bytes)
     assert ours.peak < usual.peak
     assert not ours.unknown_calls
