@@ -13,7 +13,10 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches import gradient_release  # noqa: E402
 from kohya_ext.patches.gradient_release import _Release  # noqa: E402
 
+from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.estimate import memory_config  # noqa: E402
+from kohya_ext.estimate.memory_config import UnknownRunError  # noqa: E402
 from kohya_ext.optimizers import probes, weight_steps  # noqa: E402
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding  # noqa: E402
 from kohya_ext.optimizers.weight_steps import RoundedSteps, WeightSteps  # noqa: E402
@@ -212,7 +215,6 @@ def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
         ("pytorch_optimizer:Lamb", True, {*STATES, "adam_norm", "weight_norm", "trust_ratio"}, False),
         ("prodigyopt:Prodigy", False, {*STATES, "s", "p0"}, False),
         (f"{__name__}:Averaging", False, frozenset(), False),
-        ("dadaptation:DAdaptLion", False, {"exp_avg", "s"}, False),
     ],
 )
 def test_probes_know_how_an_optimizer_treats_weights(kind, is_separate, states, is_elementwise):
@@ -370,6 +372,12 @@ def test_one_name_for_every_option_that_steps_during_the_backward_pass():
     assert stepping_in_backward(Namespace(), Settings(gradient_release=True)) == "gradient_release"
     assert stepping_in_backward(Namespace(), Settings()) is None
     assert stepping_in_backward(Namespace(fused_backward_pass=True), Settings()) == "fused_backward_pass"
+
+
+def test_an_estimate_needs_a_dry_run():
+    command = CommandLine(Path("sdxl_train.py"), ["--gradient_release"], {})
+    with pytest.raises(UnknownRunError, match="without a dry run"):
+        memory_config.read(command)
 
 
 def test_importing_it_imports_no_torch():
