@@ -15,11 +15,12 @@ from kohya_ext.patches.gradient_release import _Release  # noqa: E402
 
 from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
-from kohya_ext.estimate import memory_config  # noqa: E402
+from kohya_ext.estimate import measurement, memory_config  # noqa: E402
 from kohya_ext.estimate.memory_config import UnknownRunError  # noqa: E402
 from kohya_ext.optimizers import probes, weight_steps  # noqa: E402
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding  # noqa: E402
 from kohya_ext.optimizers.weight_steps import RoundedSteps, WeightSteps  # noqa: E402
+from kohya_ext.planning import automatic  # noqa: E402
 from kohya_ext.preflight import options  # noqa: E402
 from kohya_ext.sdscripts.constraints import stepping_in_backward  # noqa: E402
 
@@ -374,10 +375,12 @@ def test_one_name_for_every_option_that_steps_during_the_backward_pass():
     assert stepping_in_backward(Namespace(fused_backward_pass=True), Settings()) == "fused_backward_pass"
 
 
-def test_an_estimate_needs_a_dry_run():
-    command = CommandLine(Path("sdxl_train.py"), ["--gradient_release"], {})
-    with pytest.raises(UnknownRunError, match="without a dry run"):
-        memory_config.read(command)
+def test_an_estimate_needs_a_dry_run_and_the_automatic_preset_does_not():
+    argv = ["--gradient_release", "--preset", "auto", "--vram", "24gb"]
+    command = CommandLine(Path("sdxl_train.py"), argv, {}, automatic=automatic)
+    assert "24gb" in command.presets.label
+    with pytest.raises(UnknownRunError, match="--gradient_release cannot be estimated"):
+        measurement._check_supported(memory_config.read(command)[0])
 
 
 def test_importing_it_imports_no_torch():
