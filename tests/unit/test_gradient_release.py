@@ -213,7 +213,6 @@ def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
         ("lion_pytorch:Lion", True, {"exp_avg"}, True),
         ("schedulefree:AdamWScheduleFree", True, {"z", "exp_avg_sq"}, True),
         ("transformers.optimization:Adafactor", True, frozenset(), False),
-        ("pytorch_optimizer:Lamb", True, {*STATES, "adam_norm", "weight_norm", "trust_ratio"}, False),
         ("prodigyopt:Prodigy", False, {*STATES, "s", "p0"}, False),
         (f"{__name__}:Averaging", False, frozenset(), False),
     ],
