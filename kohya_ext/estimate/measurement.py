@@ -126,13 +126,14 @@ def read(checkout: Checkout, command: CommandLine) -> tuple[MemoryConfig, argpar
     return config, argparse.Namespace(**{**defaults, **vars(arguments), **_step_arguments(config)}), trainer
 
 
-#: Flags that cannot be estimated: fake tensors do not show what they move to the host, and when.
+#: Flags that only a dry run can estimate: this step's fake tensors do not show what they move to the host, and when, or free.
 UNSUPPORTED = (
     "cpu_offload_checkpointing",
     "unsloth_offload_checkpointing",
     "num_last_block_to_freeze",
     "train_inpainting",
     "dim_from_weights",
+    "gradient_release",
 )
 
 

@@ -28,7 +28,7 @@ from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
 from kohya_ext.run.safetensors_header import count_blocks, read_header
 from kohya_ext.sdscripts import families, networks
-from kohya_ext.sdscripts.constraints import RELEASE, stepping_in_backward
+from kohya_ext.sdscripts.constraints import stepping_in_backward
 from kohya_ext.sdscripts.families import Family
 
 #: Assumed tokens of HunyuanImage's captions, which have 1,024 at most. A batch has the length of its longest caption.
@@ -160,6 +160,7 @@ class MemoryConfig:
     cuda_graphs: bool = False
     """Once normalized, whether the model is recorded."""
     expandable_segments: bool = False
+    gradient_release: bool = False
     ema: bool = False
     """Once normalized, whether the averaged weights are in GPU memory."""
     ema_device: str = "cpu"
@@ -203,7 +204,7 @@ class MemoryConfig:
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether the optimizer steps within the backward pass, in one of upstream's three ways."""
+        """Whether the optimizer steps within the backward pass."""
         return stepping_in_backward(self) is not None
 
     def key(self) -> dict[str, Any]:
@@ -249,15 +250,12 @@ def _parse(command: CommandLine) -> tuple[dict[str, Any], list[str]]:
 def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
     """Return the configuration from a script's parsed arguments and the extension's settings.
 
-    Raises UnknownRunError for a run that is not repeated here: of other scripts (ControlNet, LLLite, textual inversion, LECO),
-    and with --gradient_release.
+    Raises UnknownRunError for a script whose step is not repeated here (ControlNet, LLLite, textual inversion, LECO).
     """
     if command.name not in FAMILIES:
         raise UnknownRunError(
             f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}"
         )
-    if command.settings[RELEASE]:
-        raise UnknownRunError(f"--{RELEASE} cannot be estimated without a dry run; give --dry_run to `estimate`")
     if values.get("network_module") in _TOO_SLOW:
         raise UserError(
             f"the memory of {values['network_module']} cannot be estimated: each layer computes with thousands of small "

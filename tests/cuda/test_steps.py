@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.cuda.configurations import CONFIGURATIONS
+from tests.cuda.configurations import CONFIGURATIONS, RELEASE
 
 torch = pytest.importorskip("torch")
 
@@ -113,7 +113,7 @@ def test_memory_does_not_grow(pair):
     assert all(grown <= max(expected, 0) for grown, expected in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl-lora-bf16", "sdxl-lora-fp16", "flux-lora-bf16")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl-lora-bf16", "sdxl-lora-fp16", "flux-lora-bf16", RELEASE)]
 
 
 @pytest.mark.thorough
@@ -122,7 +122,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl-lora-bf16"
 def test_skipped_step_frees_its_memory(checkout, name, train_both, train_on_gpu):
     configuration = CONFIGURATIONS[name]
     finite = train_both(checkout, configuration).ours
-    skipping = train_on_gpu(checkout, configuration.script, *configuration.options, env={"SPY_NOT_FINITE_AT": "2"})
+    options = (*configuration.options, *configuration.extension_options)
+    skipping = train_on_gpu(checkout, configuration.script, *options, env={"SPY_NOT_FINITE_AT": "2"})
     assert skipping.output.count("step 2 skipped") == 1, skipping.output[-4000:]
     for number, (skips, trains) in enumerate(zip(skipping.steps, finite.steps, strict=True), 1):
         assert skips.bytes <= trains.bytes, f"after step {number}"

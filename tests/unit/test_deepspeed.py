@@ -197,7 +197,7 @@ def test_steps_that_deepspeed_skips_are_counted_but_not_those_that_lower_the_sca
     )
     values = SimpleNamespace(read_losses=lambda: [0.5], has_norm=False)
     monkeypatch.setattr(nan_guard, "step_values", lambda: values)
-    guard = nan_guard.PATCH.on_start(Namespace(), accelerator, {nan_guard.NAN_PATIENCE: 9})
+    guard = nan_guard.PATCH.on_start(Namespace(), accelerator, {nan_guard.NAN_PATIENCE: 9, "gradient_release": False})
     guard.after_batch(accelerator)
     assert guard.consecutive == 0
     accelerator.mixed_precision = "bf16"

@@ -13,10 +13,14 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches import gradient_release  # noqa: E402
 from kohya_ext.patches.gradient_release import _Release  # noqa: E402
 
+from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.estimate import measurement, memory_config  # noqa: E402
+from kohya_ext.estimate.memory_config import UnknownRunError  # noqa: E402
 from kohya_ext.optimizers import probes, weight_steps  # noqa: E402
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding  # noqa: E402
 from kohya_ext.optimizers.weight_steps import RoundedSteps, WeightSteps  # noqa: E402
+from kohya_ext.planning import automatic  # noqa: E402
 from kohya_ext.preflight import options  # noqa: E402
 from kohya_ext.sdscripts.constraints import stepping_in_backward  # noqa: E402
 
@@ -209,10 +213,8 @@ def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
         ("lion_pytorch:Lion", True, {"exp_avg"}, True),
         ("schedulefree:AdamWScheduleFree", True, {"z", "exp_avg_sq"}, True),
         ("transformers.optimization:Adafactor", True, frozenset(), False),
-        ("pytorch_optimizer:Lamb", True, {*STATES, "adam_norm", "weight_norm", "trust_ratio"}, False),
         ("prodigyopt:Prodigy", False, {*STATES, "s", "p0"}, False),
         (f"{__name__}:Averaging", False, frozenset(), False),
-        ("dadaptation:DAdaptLion", False, {"exp_avg", "s"}, False),
     ],
 )
 def test_probes_know_how_an_optimizer_treats_weights(kind, is_separate, states, is_elementwise):
@@ -370,6 +372,14 @@ def test_one_name_for_every_option_that_steps_during_the_backward_pass():
     assert stepping_in_backward(Namespace(), Settings(gradient_release=True)) == "gradient_release"
     assert stepping_in_backward(Namespace(), Settings()) is None
     assert stepping_in_backward(Namespace(fused_backward_pass=True), Settings()) == "fused_backward_pass"
+
+
+def test_an_estimate_needs_a_dry_run_and_the_automatic_preset_does_not():
+    argv = ["--gradient_release", "--preset", "auto", "--vram", "24gb"]
+    command = CommandLine(Path("sdxl_train.py"), argv, {}, automatic=automatic)
+    assert "24gb" in command.presets.label
+    with pytest.raises(UnknownRunError, match="--gradient_release cannot be estimated"):
+        measurement._check_supported(memory_config.read(command)[0])
 
 
 def test_importing_it_imports_no_torch():
