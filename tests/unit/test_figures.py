@@ -13,6 +13,7 @@ from kohya_ext.commands import presets
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, memory_config
+from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.patching.patch import registry
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,21 @@ def readme() -> Iterator[str]:
     sdxl = host_memory("sdxl-lora", "default"), host_memory("sdxl-lora", "upstream")
     flux = host_memory("flux-lora", "default"), host_memory("flux-lora", "upstream")
     yield "of an SDXL LoRA needs {} instead of {} GB of host memory, of a FLUX LoRA {} instead of {} GB".format(*sdxl, *flux)
+    yield f"A full fine-tune of SDXL with AdamW is predicted to need {fine_tune('optimizer states on the host')} GB of the GPU"
+
+
+def fine_tune(kind: str) -> str:
+    row = results("dry_runs.json")["rows"][f"{kind}, fine-tune of SDXL"]
+    return f"{(row['predicted']['reserved'] + CONTEXT_BYTES) / 1e9:.1f}"
+
+
+def fine_tunes() -> Iterator[str]:
+    usual, eight, host = map(
+        fine_tune, ("gradient release with AdamW", "gradient release with AdamW8bit", "optimizer states on the host")
+    )
+    yield f"| `` | 27.7 GB | {usual} GB |"
+    yield f"| `` | 17.5 GB | {eight} GB |"
+    yield f"| with `` | {host} GB | 10.3 GB"
 
 
 def caching() -> Iterator[str]:
@@ -183,6 +199,11 @@ def test_figures_in_prose_follow_from_results(page, held):
         text = text.replace(sentence, "")
     tables = re.sub(r"\| [^|]*\d+ (?:to|and) \d+ GB[^|]*\|", "|", text)  # sizes of GPUs
     assert FIGURE.findall(tables) == []
+
+
+def test_memory_of_fine_tunes_follows_from_results():
+    text = prose("docs/fine_tunes.md")
+    assert [sentence for sentence in fine_tunes() if sentence not in text] == []
 
 
 def test_accuracy_in_the_evidence():
