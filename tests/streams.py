@@ -76,7 +76,11 @@ class Streams:
         replace(torch.cuda, "current_stream", lambda device=None: self.current)
         replace(torch.cuda, "stream", self._use)
         replace(torch.Tensor, "copy_", lambda *args, **kwargs: self._copy(*args, **kwargs))
-        torch.nn.modules.module.register_module_forward_hook(self._note)
+        self._hook = torch.nn.modules.module.register_module_forward_hook(self._note)
+
+    def remove(self) -> None:
+        """Remove what :meth:`install` has added to all modules; its caller puts the functions back."""
+        self._hook.remove()
 
     def _new(self, device: Any = None) -> Stream:
         self.others.append(Stream(self))

@@ -61,8 +61,11 @@ def swap(checkout, checkout_module, monkeypatch):
     swaps = one_way_block_swap._Swaps(SimpleNamespace(num_processes=1))
     monkeypatch.setattr(one_way_block_swap, "current", lambda kind: swaps)
 
+    used = []
+
     def make(model, count, order):
         streams = Streams(late=order == "late")
+        used.append(streams)
         streams.install(monkeypatch.setattr)
         monkeypatch.setattr(module, "weighs_to_device", to_device)
         model.offloader = module.ModelOffloader(model.blocks, count, torch.device("cpu:0"))
@@ -72,6 +75,8 @@ def swap(checkout, checkout_module, monkeypatch):
 
     yield make
     patcher.undo()
+    for streams in used:
+        streams.remove()
 
 
 def passes(model):

@@ -18,7 +18,8 @@ def host(monkeypatch, request):
     streams = Streams(late=request.getfixturevalue("order") == "late")
     streams.install(monkeypatch.setattr)
     monkeypatch.setattr(host_states, "_AHEAD", 3 * 2 * 4 * SIZE)  # three weights' states
-    return HostStates(torch.device("cpu"), torch.cuda.Stream(), torch.cuda.Stream(), HostMemory(PageLock(0)))
+    yield HostStates(torch.device("cpu"), torch.cuda.Stream(), torch.cuda.Stream(), HostMemory(PageLock(0)))
+    streams.remove()
 
 
 def step(state, gradient):
