@@ -118,7 +118,7 @@ ON_HOST = {
 }
 
 
-@pytest.mark.parametrize("order", ["early", "late"])
+@pytest.mark.parametrize("order", [pytest.param("early", marks=pytest.mark.thorough), "late"])
 @pytest.mark.parametrize(
     "case",
     [
