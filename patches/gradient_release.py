@@ -33,6 +33,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.constraints import CONSTRAINTS, RELEASE, Run
+from kohya_ext.units import gigabytes
 
 if TYPE_CHECKING:
     from kohya_ext.optimizers.host_states import HostStates
@@ -99,6 +100,8 @@ class _Release(TrainingCallback):
         for weight in weights:
             self._hooks.append(weight.register_post_accumulate_grad_hook(lambda weight: self._step(steps, weight)))
         self._describe(type(optimizer).__name__, weights)
+        if self.host is not None:
+            _check_host_memory(weights)
 
     def _steps(self, optimizer: Any, weights: list[Any]) -> WeightSteps:
         if self.rounding is None or not _has_bf16(weights):
@@ -239,6 +242,18 @@ def _host_states(accelerator: Accelerator) -> HostStates | None:
         return None
     to_gpu, to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
     return HostStates(device, to_gpu, to_host, HostMemory(PageLock.of_this_machine()))
+
+
+def _check_host_memory(weights: list[Any]) -> None:
+    """Print a warning if the states of most optimizers, two values for each weight, are larger than the free memory."""
+    from kohya_ext.patching.page_lock import free_memory
+
+    size, free = 2 * sum(weight.nbytes for weight in weights), max(free_memory(), 0)
+    if size > free:
+        note(
+            f"warning: states like AdamW's take {gigabytes(size)} GB of host memory, and {gigabytes(free)} GB are free; "
+            "--optimizer_type AdamW8bit needs half of that or less, and Adafactor a few MB"
+        )
 
 
 def _has_streams(device: Any) -> bool:

@@ -385,3 +385,10 @@ def test_an_estimate_needs_a_dry_run_and_the_automatic_preset_does_not():
 def test_importing_it_imports_no_torch():
     for module in (weight_steps, probes, gradient_release):
         assert "torch" not in vars(importlib.import_module(module.__name__))
+
+
+@pytest.mark.parametrize(("free", "warns"), [(7999, True), (8000, False)])
+def test_too_little_host_memory_for_states_is_a_warning(monkeypatch, capsys, free, warns):
+    monkeypatch.setattr("kohya_ext.patching.page_lock.free_memory", lambda: free)
+    gradient_release._check_host_memory([torch.zeros(500, dtype=torch.bfloat16), torch.zeros(750)])
+    assert ("GB of host memory" in capsys.readouterr().err) is warns
