@@ -23,7 +23,7 @@ def test_skipped_step_frees_its_memory(checkout, train, tmp_path, fused):
         (file,) = (folder / dataset.CLASS).glob("*.npz")
         numpy.savez(file, **{name: latents(value) for name, value in numpy.load(file).items()})
         options = ("--max_train_steps", "8", "--train_data_dir", str(folder), "--cache_latents_to_disk")
-        options += ("--caching_workers", "0", *fused)  # upstream's caching, which does not replace what is not finite
+        options += ("--caching_workers", "0", *fused)  # the extension would replace a cache with NaN
         return train(checkout, FULL, *options, env={"SPY_MEMORY": "1"})
 
     skipping, finite = run("nan", lambda value: value), run("zero", numpy.nan_to_num)
