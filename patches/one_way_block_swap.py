@@ -161,7 +161,10 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sw
         device, name = accelerator.device, ONE_WAY_BLOCK_SWAP.name
         problem = proof.problems(proof.machine(device), [name], proof.starter(device.index or 0), note)[name]
         if problem is not None:
-            note(f"--blocks_to_swap copies blocks in both directions: {problem}; to force it: --{name}")
+            note(
+                f"--blocks_to_swap copies blocks in both directions: {problem}; "
+                "to test it again: python -m kohya_ext tune --self_test"
+            )
             return None
     return _Swaps(accelerator)
 

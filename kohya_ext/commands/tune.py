@@ -28,7 +28,7 @@ from kohya_ext.kernels.triton_package import mismatched_triton
 from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.renames import replace_text
-from kohya_ext.speed import proof, switches, verdicts
+from kohya_ext.speed import proof, verdicts
 from kohya_ext.tuning import cards
 from kohya_ext.tuning.child import CommandError
 from kohya_ext.tuning.rows import Row
@@ -128,9 +128,9 @@ def _test_again() -> int:
     machine = proof.machine(0)
     proof.file_of(machine).unlink(missing_ok=True)
     verdicts.forget()
-    problems = proof.problems(machine, [switch.name for switch in switches.ALL], proof.starter(0), note)
-    for switch in switches.ALL:
-        print(f"{switch.title}: {problems[switch.name] or 'right'}")
+    problems = proof.problems(machine, proof.FEATURES, proof.starter(0), note)
+    for name, title in proof.FEATURES.items():
+        print(f"{title}: {problems[name] or 'right'}")
     return int(any(problems.values()))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from kohya_ext import __version__, cache
 from kohya_ext.installed_gpus import driver_version
 from kohya_ext.renames import replace_text
+from kohya_ext.speed import switches
 
 #: Seconds that a self-test may take, most of which are PyTorch's import and Triton's compilation.
 LIMIT = 240.0
@@ -35,6 +36,9 @@ _CODE = (
     *("compiling/blocks.py", "compiling/configuration.py", "compiling/fallback.py", "speed/self_test.py"),
     *("patching/swapped_blocks.py", "patching/page_lock.py"),
 )
+
+#: Name of each feature that is tested -> its name in messages.
+FEATURES = {**{switch.name: switch.title for switch in switches.ALL}, "one_way_block_swap": "one-way block swap"}
 
 Start = Callable[[Sequence[str]], "subprocess.Popen[str]"]
 

@@ -26,7 +26,8 @@ def test_states_on_the_host_take_no_memory_of_the_gpu_between_steps(checkout, tr
         assert after.syncs == before.syncs
         assert after.own_syncs == before.own_syncs == {}
         assert after.launches == before.launches
-        assert after.bytes < 0.7 * before.bytes
-        assert after.bytes_to_host > 0.9 * (before.bytes - after.bytes)
+        states = after.bytes_to_host - before.bytes_to_host
+        assert states > 5e6
+        assert before.bytes - after.bytes >= states
     assert ours.peak < usual.peak
     assert not ours.unknown_calls

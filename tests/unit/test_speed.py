@@ -732,3 +732,10 @@ def test_results_that_cannot_be_kept_are_one_line(monkeypatch, tmp_path):
     assert proof.problems(MACHINE, ["a"], child(EACH + "    say(name=name, problem=None)"), lines.append) == {"a": None}
     assert len(lines) == 2
     assert lines[1].startswith("the self-test's results cannot be kept")
+
+
+def test_the_self_test_has_a_test_and_a_name_for_each_feature():
+    from kohya_ext.speed import self_test
+
+    assert self_test.TESTS.keys() == proof.FEATURES.keys()
+    assert proof.FEATURES.keys() > {switch.name for switch in switches.ALL}
