@@ -1,5 +1,6 @@
 """gradient_release: steps of single weights, stochastic rounding, clipping, and what it refuses."""
 
+import contextlib
 import copy
 import importlib
 from argparse import Namespace
@@ -26,6 +27,14 @@ from kohya_ext.sdscripts.constraints import stepping_in_backward  # noqa: E402
 
 SHAPES = ((8, 6), (40, 30), (5,), (3, 4, 2))
 STATES = frozenset({"exp_avg", "exp_avg_sq"})
+
+
+@pytest.fixture(autouse=True)
+def prodigy_without_hooks(monkeypatch):
+    """Put Prodigy's step back: torch wraps that of a class when the first optimizer of it is created, for all later tests."""
+    with contextlib.suppress(ImportError):
+        kind = importlib.import_module("prodigyopt").Prodigy
+        monkeypatch.setattr(kind, "step", kind.step)
 
 
 def weights_of(dtype=torch.float32):
