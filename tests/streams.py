@@ -45,7 +45,7 @@ class Stream:
 
 
 class Now(Executor):
-    """Runs what is submitted immediately, in the thread of its caller."""
+    """Runs a submitted function immediately, in its caller's thread."""
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -35,7 +35,8 @@ class PageLock:
 
     def lock(self, memory: torch.Tensor) -> None:
         """Lock a tensor's memory, if the limit and the machine allow it. Copies from it are faster then, and equal."""
-        if not 0 < memory.nbytes <= self.limit - self.locked:
+        # The run may have taken memory since the limit was set.
+        if not 0 < memory.nbytes <= min(self.limit - self.locked, free_memory()):
             return
         with contextlib.suppress(RuntimeError, AttributeError):  # a build of torch or a GPU without it
             runtime = torch.cuda.cudart()

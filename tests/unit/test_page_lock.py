@@ -50,6 +50,13 @@ def test_after_a_refusal_nothing_is_locked_and_the_error_is_forgotten(runtime, m
     assert (lock.locked, runtime.locked, forgotten) == (0, {}, [True])
 
 
+def test_memory_that_the_machine_needs_is_not_locked(runtime, monkeypatch):
+    monkeypatch.setattr(page_lock, "free_memory", lambda: MIB - 1)
+    lock = PageLock(3 * MIB)
+    lock.lock(torch.empty(MIB, dtype=torch.uint8))
+    assert (lock.locked, runtime.locked) == (0, {})
+
+
 def test_a_build_without_cuda_locks_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: None)
     lock = PageLock(MIB)
