@@ -14,7 +14,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kohya_ext.sdscripts import families, networks
-from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, CONSTRAINTS, KEEPS_CACHE, VARIANTS, Constraint
+from kohya_ext.sdscripts.constraints import (
+    CACHED_LATENTS,
+    CACHED_TEXT,
+    CONSTRAINTS,
+    KEEPS_CACHE,
+    ON_HOST,
+    RELEASE,
+    VARIANTS,
+    Constraint,
+)
 from kohya_ext.sdscripts.families import Family
 
 #: (user's value of an option, values of all other options) -> whether it contradicts the preset.
@@ -174,6 +183,7 @@ RULES = (
     ),
     Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set),
     Rule(("gradient_checkpointing_ratio",), ("gradient_checkpointing",), _is_off),
+    Rule((ON_HOST,), (RELEASE,), _is_off),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
 )
 

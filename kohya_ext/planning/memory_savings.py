@@ -18,7 +18,16 @@ from kohya_ext.config.settings import options
 from kohya_ext.quantization.selection import reason_to_refuse
 from kohya_ext.run.safetensors_header import count_blocks
 from kohya_ext.sdscripts import families
-from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, FUSED_OPTIMIZERS, RELEASE, VARIANTS, Run, newly_broken
+from kohya_ext.sdscripts.constraints import (
+    CACHED_LATENTS,
+    CACHED_TEXT,
+    FUSED_OPTIMIZERS,
+    ON_HOST,
+    RELEASE,
+    VARIANTS,
+    Run,
+    newly_broken,
+)
 from kohya_ext.sdscripts.families import Family
 
 #: The phases of a run, as ``estimate`` names them.
@@ -226,6 +235,18 @@ def _fused(run: Attempt) -> Changes:
     return {"fused_backward_pass": True} if _saves_in_finetune(run) and not is_fused else {}
 
 
+def _release(run: Attempt) -> Changes:
+    has_it = run.has(RELEASE, *FUSED_OPTIMIZERS)
+    return {RELEASE: True} if _saves_in_finetune(run) and not has_it else {}
+
+
+def _states_on_host(run: Attempt) -> Changes:
+    if not _saves_in_finetune(run) or run.has(ON_HOST):
+        return {}
+    fused = {name: False for name in FUSED_OPTIMIZERS if run.has(name)}
+    return {**fused, RELEASE: True, ON_HOST: True}
+
+
 def _pure_bf16(run: Attempt) -> Changes:
     return {"full_bf16": True} if _saves_in_finetune(run) and not run.has("full_bf16", "full_fp16") else {}
 
@@ -400,13 +421,32 @@ MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
         changes=_fused,
     ),
     MemorySaving(
+        "gradient release",
+        "each weight is stepped during the backward pass, so no gradient is kept",
+        "gradients are clipped by the norms of this step so far and of the last one, and cannot be accumulated",
+        exact=False,
+        resumes=True,
+        helps=frozenset({"backward", "optimizer step"}),
+        changes=_release,
+    ),
+    MemorySaving(
         "pure bf16",
         "weights, gradients and optimizer states in bf16",
-        "updates that are small compared with the weight are lost to rounding",
+        "updates that are small compared with the weight are lost to rounding, or with a fused backward pass or "
+        "--gradient_release kept on average",
         exact=False,
         resumes=True,
         helps=_RESIDENT,
         changes=_pure_bf16,
+    ),
+    MemorySaving(
+        "optimizer states on the host",
+        "the optimizer's states in host memory, on the GPU only while their weight is stepped",
+        "every step copies the states to the GPU and back",
+        exact=False,
+        resumes=True,
+        helps=_RESIDENT,
+        changes=_states_on_host,
     ),
     MemorySaving(
         "fp8 base",

@@ -23,6 +23,9 @@ FUSED_OPTIMIZERS = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_
 RELEASE = "gradient_release"
 """The extension's option that steps each weight of any optimizer during the backward pass."""
 
+ON_HOST = "optimizer_states_on_host"
+"""The extension's option that keeps the optimizer's states in host memory; it needs :data:`RELEASE`."""
+
 CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate")
 
 VARIANTS = "cached_caption_variants"
@@ -258,7 +261,8 @@ def _excludes(
     return Constraint(options, others, lambda run: run.has(*others) and when(run), message, of_subset, consequence)
 
 
-_RELEASE, _IN_BACKWARD = (RELEASE,), (*FUSED_OPTIMIZERS, RELEASE)
+_RELEASE = (RELEASE, ON_HOST)
+_IN_BACKWARD = (*FUSED_OPTIMIZERS, *_RELEASE)
 _BLOCKS, _PRECISION, _SCHEDULE = ("blocks_to_swap",), ("mixed_precision",), ("lr_scheduler", "lr_scheduler_type")
 _UNET_ONLY, _OPTIMIZER, _WARMUP = ("network_train_unet_only",), ("optimizer_type",), ("lr_warmup_steps",)
 _OFFLOADED = ("cpu_offload_checkpointing", "unsloth_offload_checkpointing")

@@ -138,3 +138,12 @@ def test_states_on_the_host_are_those_on_the_gpu(checkout, train, case, order):
     state = str(kept.folder / "tiny-step00000002-state")
     resumed = train(checkout, script, *options, "--optimizer_states_on_host", "--resume", state, env=env)
     assert same(resumed.tensors, train(checkout, script, *options, "--resume", state).tensors)
+
+
+@pytest.mark.newest
+@pytest.mark.thorough
+def test_the_preset_for_8_gb_trains(checkout, train):
+    omitted = ("--optimizer_type", "AdamW", "--mixed_precision", "no", "--learning_rate", "1e-4")
+    run = train(checkout, "sdxl_train.py", "--preset", "8gb", without=omitted, env={"STATES_ON_CPU": "late"})
+    assert_released(run)
+    assert all(tensor.isfinite().all() for tensor in run.tensors.values())

@@ -16,7 +16,7 @@ SHIPPED = list(preset_files.shipped())
 def test_sdxl_families_have_every_tier_and_quality():
     for family in ("sdxl-lora", "sdxl-finetune"):
         names = {name for folder, name, _ in SHIPPED if folder == family}
-        assert names >= {"10gb", "12gb", "16gb", "24gb", "quality"}
+        assert names >= {"8gb", "10gb", "12gb", "16gb", "24gb", "quality"}
     assert {name for family, name, _ in SHIPPED if family == preset_files.ANY} == {
         "speed",
         "balanced",
@@ -114,8 +114,8 @@ def test_later_preset_overrides_earlier_ones(tmp_path):
 @pytest.mark.parametrize(
     ("names", "script", "message"),
     [
-        (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py; use 10gb, "),
-        (["4gb"], "sdxl_train.py", r"speed \(10gb is the smallest tier\)$"),
+        (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py; use 8gb, "),
+        (["4gb"], "sdxl_train.py", r"speed \(8gb is the smallest tier\)$"),
         (
             ["12gb"],
             "train_textual_inversion.py",
