@@ -121,7 +121,7 @@ def start(
 def models_of(checkout: Checkout, scratch: Path) -> Any:
     """Return the paths of a sparse checkpoint of SDXL and its tokenizers, written if they are missing."""
     command = CommandLine(checkout.script(SCRIPT), list(ARGUMENTS), {})
-    models = sparse_checkpoints.write(checkout, memory_config.normalized(memory_config.read(command)[0]), scratch / "models")
+    models = sparse_checkpoints.write(memory_config.normalized(memory_config.read(command)[0]), scratch / "models")
     tokenizers.write(models.tokenizers)
     return models
 

@@ -43,7 +43,7 @@ def start(row: Row, options: list[str], given: argparse.Namespace, scratch: Path
     """Return the seconds of a command, and what its last step reserves, launches and compiles."""
     checkout = find_or_fetch(given.sd_scripts)
     arguments, config = full_size.training_arguments(row, checkout, scratch, STEPS + 1)
-    tokens = full_size.tokens(checkout, config)
+    tokens = full_size.tokens(config)
     begin = time.perf_counter()
     used = full_size.run(row, checkout, scratch, given, [*arguments, *options], STEPS, tokens)
     seconds = round(time.perf_counter() - begin, 1)

@@ -1,13 +1,12 @@
 """Compare the memory of dry runs with that of the same command lines on a virtual GPU.
 
     python -m benchmarks.dry_runs [--only PATTERN] [--again]
-    python -m benchmarks.dry_runs --gate [--only sdxl-lora/] [--again]
 
-Rows are runs that have no other estimate (other scripts, offloaded checkpoints, network modules and optimizers of third
-parties, and a fork), and runs with sample images and with several processes. Models, images and arguments are those of the dry
-run (kohya_ext/dry_run/arguments.py), so both have the same words. A row takes one to five minutes and 2 to 6 GB of host memory.
-LyCORIS must be installed for its row. With ``--gate`` the rows of full_size.json are run dry, and compared with what they used
-there. Rows in the output file are left out, unless ``--again`` is given.
+Rows are runs without a preset for their script or options (other scripts, offloaded checkpoints, network modules and optimizers
+of third parties, and a fork), and runs with sample images and with several processes; full_size.json has the presets. Models,
+images and arguments are those of the dry run (kohya_ext/dry_run/arguments.py), so both have the same words. A row takes one to
+five minutes and 2 to 6 GB of host memory.
+LyCORIS must be installed for its row. Rows in the output file are left out, unless ``--again`` is given.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +147,7 @@ def run(checkout: Checkout, command: CommandLine, scratch: Path, given: argparse
     passes = estimation.STEPS * workload.micro_steps
     family = families.of(command.name, command.values)
     reads = family is not None and family.name in full_size.READS_INTEGERS
-    tokens = caption_tokens(command, workload.size) if reads else 0
+    tokens = caption_tokens(command.name, command.values, workload.size) if reads else 0
     worker = ["benchmarks.full_size_worker", str(passes), str(tokens), "0"]
     words = ["--sd-scripts", str(checkout.path), command.name, *words]
     processes = several_processes.variables(command.settings.num_processes or 1)
@@ -161,62 +156,30 @@ def run(checkout: Checkout, command: CommandLine, scratch: Path, given: argparse
     return {name: used[name] for name in ("allocated", "reserved", "failed") if name in used}
 
 
-def gate(checkout: Checkout, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of full_size.json with the errors of the dry run and of the estimate there."""
-    script, *words = shlex.split(row["arguments"])
-    predicted = dry(checkout, CommandLine(checkout.script(script), words, os.environ))
-    used = {kind: row["used"][kind] for kind in ("allocated", "reserved")}
-    return {**compared(predicted, used), "estimate_error_percent": row["error_percent"]}
-
-
-def in_turn(names: Iterable[str]) -> list[str]:
-    """Return names with one of each family and kind of run in turn, so that a part of them has all kinds."""
-    groups = defaultdict(list)
-    for name in names:
-        groups[re.split("[/:]", name)[0]].append(name)
-    return [name for turn in zip_longest(*groups.values()) for name in turn if name]
-
-
 def main() -> int:
     """Measure the rows that are not in the output file, and write it after each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
     )
     parser.add_argument("--only", default="", help="only rows whose names match this expression")
-    parser.add_argument("--gate", action="store_true", help="run the rows of full_size.json dry instead")
     parser.add_argument("--again", action="store_true", help="also the rows that are in the output file")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="default: dry_runs.json of the results")
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     checkout = find_or_fetch(given.sd_scripts)
-    document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {"rows": {}, "gate": {}}
+    document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {"rows": {}}
+    rows = (row for row in ROWS if re.search(given.only, row.name) and (given.again or row.name not in document["rows"]))
     with tempfile.TemporaryDirectory() as temporary:
-        for part, name, measured in _measured(given, checkout, given.scratch or Path(temporary), document):
-            document[part][name] = measured
-            print(f"{name}: {measured['error_percent']} {measured['used'].get('failed', '')}", file=sys.stderr, flush=True)
+        for row in rows:
+            try:
+                measured = measure(row, checkout, given.scratch or Path(temporary), given)
+            except UserError as error:
+                measured = {"error_percent": {}, "used": {"failed": str(error)}}
+            document["rows"][row.name] = measured
+            print(f"{row.name}: {measured['error_percent']} {measured['used'].get('failed', '')}", file=sys.stderr, flush=True)
             document |= {"sd_scripts": checkout.version, **results.kohya_ext_commit()}
             given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def _measured(
-    given: argparse.Namespace, checkout: Checkout, scratch: Path, document: dict[str, Any]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    part = "gate" if given.gate else "rows"
-    if given.gate:
-        known = json.loads(full_size.OUTPUT.read_text(encoding="utf-8"))["rows"]
-        known = {name: row for name, row in known.items() if row["used"].get("reserved")}
-        measurements: dict[str, Callable[[], dict[str, Any]]] = {
-            name: partial(gate, checkout, known[name]) for name in in_turn(known)
-        }
-    else:
-        measurements = {row.name: partial(measure, row, checkout, scratch, given) for row in ROWS}
-    for name, measurement in measurements.items():
-        if re.search(given.only, name) and (given.again or name not in document[part]):
-            try:
-                yield part, name, measurement()
-            except UserError as error:
-                yield part, name, {"error_percent": {}, "used": {"failed": str(error)}}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks import results
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.estimate import gpus, predict, step_time
+from kohya_ext.dry_run import estimation
+from kohya_ext.estimate import gpus, step_time
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.estimate.seconds import CONSTANTS, Constants, Prediction
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
@@ -72,7 +73,10 @@ def measure(checkout: Checkout, family: str, known: dict[str, Any], write: Any) 
 
     def ask(options: str, ratio: float = 1.0) -> Estimate:
         more = "" if ratio == 1 else f" --gradient_checkpointing_ratio {ratio:g}"
-        return predict.estimate(checkout, command_line(checkout.path, family, options + more), timed=True)
+        return estimation.estimate(checkout, command_line(checkout.path, family, options + more), timed=True)
+
+    def ask_all(options: str, ratios: Sequence[float]) -> list[Estimate]:
+        return [ask(options, ratio) for ratio in ratios]
 
     def add(name: str, options: str, estimate: Estimate) -> None:
         known[name] = {"options": options, "estimate": asdict(estimate)}
@@ -85,7 +89,8 @@ def measure(checkout: Checkout, family: str, known: dict[str, Any], write: Any) 
         missing = [name for name in (searched, *others) if f"{name}, fitted" not in known]
         if not missing:
             continue
-        smallest = smallest_ratio(partial(ask, VARIANTS[searched]), Estimate(**known[UPSTREAM]["estimate"]).total)
+        usable = Estimate(**known[UPSTREAM]["estimate"]).total
+        smallest = smallest_ratio(partial(ask_all, VARIANTS[searched]), usable)
         assert smallest is not None, "8 bits need less memory than upstream"
         for name in missing:
             fitted = f"{VARIANTS[name]} --gradient_checkpointing_ratio {smallest[0]:g}"

@@ -34,14 +34,13 @@ from benchmarks import command_lines, results, sparse_checkpoints
 from benchmarks.processes import last_line
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
-from kohya_ext.dry_run import several_processes
+from kohya_ext.dry_run import estimation, several_processes
+from kohya_ext.dry_run.arguments import caption_tokens
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, memory_config, models, predict
-from kohya_ext.estimate.step import fake_tensors
+from kohya_ext.estimate import gpus, memory_config
 from kohya_ext.planning.plan import plan
 from kohya_ext.planning.tiers import faster, tiers, words
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
-from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import environment, tokenizers
 from kohya_ext.units import GIB, read_card
 
@@ -176,11 +175,11 @@ def measure(
     if "--speed" not in row.arguments:  # what it turns on takes free memory, which estimates leave out
         row = replace(row, arguments=[*row.arguments, "--speed", "off"])
     arguments, config = training_arguments(row, checkout, scratch, given.steps + 1, shapes=SHAPES if given.buckets else (1.0,))
-    predicted = predict.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
+    predicted = estimation.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
     # The estimate's own figure is that of the phase with the most reserved memory.
     memory = {"allocated": max(predicted.phase_peaks.values()), "reserved": predicted.reserved}
     if used is None:
-        used = run(row, checkout, scratch, given, arguments, passes(config, given.steps), tokens(checkout, config))
+        used = run(row, checkout, scratch, given, arguments, passes(config, given.steps), tokens(config))
     return {
         "card": row.card,
         "arguments": " ".join([row.script, *row.arguments]),
@@ -199,7 +198,7 @@ def training_arguments(
     """
     command = CommandLine(checkout.script(row.script), row.arguments, {})
     config = memory_config.normalized(memory_config.read(command)[0])
-    files = sparse_checkpoints.write(checkout, config, scratch / "models", random)
+    files = sparse_checkpoints.write(config, scratch / "models", random)
     tokenizers.write(files.tokenizers)
     images = scratch / "images"
     # Training and caching have full batches.
@@ -230,12 +229,10 @@ def passes(config: memory_config.MemoryConfig, steps: int) -> int:
     return steps * config.gradient_accumulation_steps
 
 
-def tokens(checkout: Checkout, config: memory_config.MemoryConfig) -> int:
-    """Return the length that the worker assumes, as the estimate does; 0 for a family that does not read it from the GPU."""
-    if config.family.name not in READS_INTEGERS:
-        return 0
-    with importable(checkout), fake_tensors():
-        return models.build(config).caption_tokens
+def tokens(config: memory_config.MemoryConfig) -> int:
+    """Return the length that the worker assumes, as a dry run does; 0 for a family that does not read it from the GPU."""
+    reads = config.family.name in READS_INTEGERS
+    return caption_tokens(config.script, vars(config), memory_config.size(config)) if reads else 0
 
 
 def run(

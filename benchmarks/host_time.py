@@ -80,7 +80,7 @@ def main() -> int:
                 continue
             arguments, config = full_size.training_arguments(row, checkout, scratch, FIRST_STEPS + MEASURED_STEPS + 1)
             count = full_size.passes(config, FIRST_STEPS + MEASURED_STEPS)
-            tokens = full_size.tokens(checkout, config)
+            tokens = full_size.tokens(config)
             measured: dict[str, Any] = document["rows"].setdefault(
                 row.name, {"arguments": " ".join([row.script, *row.arguments])}
             )

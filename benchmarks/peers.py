@@ -124,7 +124,7 @@ def musubi_files(row: Row, checkout: Path, scratch: Path, given: argparse.Namesp
     sd_scripts = find_or_fetch(given.sd_scripts)
     command = CommandLine(sd_scripts.script("flux_train_network.py"), ["--preset", "flux-lora/base"], {})
     config = memory_config.normalized(memory_config.read(command)[0])
-    models = sparse_checkpoints.write(sd_scripts, config, scratch / "models")
+    models = sparse_checkpoints.write(config, scratch / "models")
     tokenizers.write(models.tokenizers)
     paths = {option: str(path) for option, path in models.files.items()}
     images, latents, dataset = scratch / "images", scratch / "latents", scratch / "dataset.toml"

@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks import results
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.estimate import gpus, predict, step_time
+from kohya_ext.dry_run import estimation
+from kohya_ext.estimate import gpus, step_time
 from kohya_ext.estimate.communication import LINKS, Engine, Exchange, Link, cost
 from kohya_ext.sdscripts.checkouts import find_or_fetch
 
@@ -120,7 +121,7 @@ def main() -> int:
         script = preset_files.scripts(training.preset.partition("/")[0])[0]
         words = ["--preset", training.preset, *training.options.split()]
         command = CommandLine(checkout.script(script), words, {})
-        document["rows"][name] = row(training, command, predict.estimate(checkout, command, timed=True))
+        document["rows"][name] = row(training, command, estimation.estimate(checkout, command, timed=True))
         document.update({"sd_scripts": checkout.version, **results.kohya_ext_commit()})
         given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

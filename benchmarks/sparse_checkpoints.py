@@ -1,29 +1,24 @@
 """Full-size checkpoints of every family as sparse files: the names and shapes of their tensors, and zeros without disk space.
 
-The models are those of the estimates (kohya_ext.estimate.models), built on fake tensors. :func:`write_random` replaces the
-zeros by random numbers, for a GPU that computes: it multiplies zeros faster, and losses and gradients would vanish.
+Their headers are those of dry runs (kohya_ext/dry_run/headers.json). :func:`write_random` replaces the zeros by random numbers,
+for a GPU that computes: it multiplies zeros faster, and losses and gradients would vanish.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kohya_ext.estimate import models
+from kohya_ext.dry_run import stand_ins
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
-from kohya_ext.estimate.step import fake_tensors
-from kohya_ext.patching.attributes import replaced
 from kohya_ext.run.safetensors_header import read_header
-from kohya_ext.sdscripts.checkouts import Checkout
-from kohya_ext.sdscripts.introspect import importable
+from kohya_ext.sdscripts import families
 from kohya_ext.tiny import checkpoints
 
 #: Types in a safetensors header and their bytes. Published checkpoints have floating-point tensors in 16 bits; T5 in 8 bits has
@@ -36,7 +31,7 @@ _WIDTHS = dict([*_INTEGERS.values(), _16_BITS, _8_BITS, ("F32", 4)])
 _RANDOM_NUMBERS = 2**26
 
 
-def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool = False) -> checkpoints.Models:
+def write(config: MemoryConfig, folder: Path, random: bool = False) -> checkpoints.Models:
     """Write the checkpoints of a configuration's family to ``folder``, unless they are there, and return their paths.
 
     Their weights are zeros. With ``random``, those of the first file, which has the trained model, are random (see
@@ -46,10 +41,10 @@ def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool =
     if config.t5xxl == FP8:
         paths.files["t5xxl"] = folder / config.family.name / "t5xxl_fp8_e4m3fn.safetensors"
     if not all(path.exists() for path in paths.files.values()):
-        with importable(checkout), fake_tensors():
-            built = models.build(replace(config, fp8_scaled=False))  # The script adds the scales when it has read the file.
-            for option, tensors in _WRITERS.get(config.family.name, _tensors_by_option)(config, built):
-                write_file(paths.files[option], tensors, _8_BITS if (option, config.t5xxl) == ("t5xxl", FP8) else _16_BITS)
+        kind = families.checkpoint_of(config.script, vars(config))
+        assert kind is not None, "a family has checkpoints"
+        for option, path in paths.files.items():
+            stand_ins.write_checkpoint(kind.title, option, path, fp8=(option, config.t5xxl) == ("t5xxl", FP8))
         if random:
             write_random(paths.files["pretrained_model_name_or_path"])
     return paths
@@ -115,67 +110,3 @@ def write_random(path: Path) -> None:
         numbers = normal[zlib.crc32(name.encode()) % half :][:half]
         for part in weight.split(half):
             torch.mul(numbers[: len(part)], math.prod(shape[1:]) ** -0.5, out=part)
-
-
-_Files = Iterator[tuple[str, Mapping[str, torch.Tensor]]]
-
-
-def _tensors_by_option(config: MemoryConfig, built: models.Models) -> _Files:
-    """Yield (option, tensors) for a family with one file a model: text encoders and the VAE in the order of its options."""
-    yield "pretrained_model_name_or_path", built.unet.state_dict()
-    encoders = built.text_encoders[-(len(config.family.files) - 1) :]  # Chroma has no file for its first, empty one
-    yield from zip(config.family.files, (model.state_dict() for model in (*encoders, built.vae)), strict=True)
-
-
-def _sdxl(config: MemoryConfig, built: models.Models) -> _Files:
-    small, large = built.text_encoders
-    encoders = {"text_encoder1": small, "text_encoder2": large}
-    yield _saved("library.sdxl_model_util", built, **encoders, ckpt_info=None, logit_scale=torch.empty(()))
-
-
-def _sd15(config: MemoryConfig, built: models.Models) -> _Files:
-    yield _saved("library.model_util", built, text_encoder=built.text_encoders[0], ckpt_path=None, v2=config.v2)
-
-
-def _saved(module: str, built: models.Models, **arguments: Any) -> tuple[str, Mapping[str, torch.Tensor]]:
-    """Return the tensors that upstream's writer of checkpoints would save."""
-    util = importlib.import_module(module)
-    saved: dict[str, torch.Tensor] = {}
-    with replaced(util, "save_file", lambda tensors, *_: saved.update(tensors)):
-        util.save_stable_diffusion_checkpoint(
-            output_file="written.safetensors", unet=built.unet, vae=built.vae, epochs=0, steps=0, metadata={}, **arguments
-        )
-    return "pretrained_model_name_or_path", saved
-
-
-def _sd3(config: MemoryConfig, built: models.Models) -> _Files:
-    parts = {"model.diffusion_model.": built.unet, "first_stage_model.": built.vae}
-    yield (
-        "pretrained_model_name_or_path",
-        {prefix + name: tensor for prefix, model in parts.items() for name, tensor in model.state_dict().items()},
-    )
-    yield from zip(config.family.files, (model.state_dict() for model in built.text_encoders), strict=True)
-
-
-def _hunyuan_image(config: MemoryConfig, built: models.Models) -> _Files:
-    # hunyuan_image_text_encoder.py renames the tensors of its files to the names of the current transformers.
-    names = {
-        "text_encoder": {"model.language_model.": "model.", "model.visual.": "visual."},
-        "byt5": {"embed_tokens.": "shared."},
-    }
-    for option, tensors in _tensors_by_option(config, built):
-        renamed = names.get(option, {})
-        yield option, {_renamed(name, renamed): tensor for name, tensor in tensors.items()}
-
-
-def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    return next((new + name[len(old) :] for old, new in prefixes.items() if name.startswith(old)), name)
-
-
-#: Families whose files do not hold one model each under the names of its class.
-_WRITERS: Mapping[str, Callable[[MemoryConfig, models.Models], _Files]] = {
-    "sdxl": _sdxl,
-    "sd15": _sd15,
-    "sd3": _sd3,
-    "hunyuan-image": _hunyuan_image,
-}

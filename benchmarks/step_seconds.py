@@ -34,7 +34,8 @@ from typing import Any
 from benchmarks import results
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
-from kohya_ext.estimate import gpus, memory_config, predict
+from kohya_ext.dry_run import estimation
+from kohya_ext.estimate import gpus, memory_config
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.machine import REFERENCE_LAUNCH
 from kohya_ext.estimate.seconds import CONSTANTS, Constants, Prediction, Work
@@ -141,7 +142,7 @@ def count(only: str) -> None:
     every = (f"{row['script']} {row['arguments']}" for path in (FIGURES, HELD_OUT) for row in _read(path))
     for words in dict.fromkeys(words for words in every if re.search(only, words)):
         command = _command(checkout, words)
-        estimate = predict.estimate(checkout, command, timed=True)
+        estimate = estimation.estimate(checkout, command, timed=True)
         micro = memory_config.read(command)[0].gradient_accumulation_steps
         rows[words] = {"work": estimate.work, "micro_batches": micro}
         text = json.dumps(rows, separators=(",", ":")).replace('},"', '},\n"')

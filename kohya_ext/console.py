@@ -19,6 +19,9 @@ from kohya_ext.errors import UserError
 
 _STANDARD_ERROR = 2
 
+ERROR = "kohya_ext: error: "
+"""The beginning of an error's line."""
+
 #: Seconds before :func:`progress` reports a task.
 _PROGRESS_DELAY = 1.0
 
@@ -148,7 +151,7 @@ def warn(message: str) -> None:
 
 def error(message: str) -> None:
     """Print an error, from any process."""
-    _write(f"kohya_ext: error: {printable(message)}\n")
+    _write(f"{ERROR}{printable(message)}\n")
 
 
 def stop(message: str) -> NoReturn:
@@ -193,19 +196,29 @@ def is_worker() -> bool:
     return multiprocessing.parent_process() is not None or hasattr(multiprocessing.current_process(), "_inheriting")
 
 
+_progress_lock = threading.Lock()
+_reporting = False  # whether a task is reported now
+
+
 @contextlib.contextmanager
 def progress(task: str | Callable[[], str]) -> Iterator[None]:
     """Report ``task``, or what it returns at that time, on standard error if the block takes longer than a second.
 
-    A terminal shows one line with the seconds so far, which is cleared at the end; a file or a pipe gets a single line.
+    A terminal shows one line with the seconds so far, which is cleared at the end; a file or a pipe gets a single line. A block
+    inside of another one, or of another thread at the same time, reports nothing.
     """
+    global _reporting
     done = threading.Event()
     reporter = threading.Thread(target=_report, args=(task, done), daemon=True)
-    if should_print():
+    with _progress_lock:
+        is_first, _reporting = not _reporting, True
+    if is_first and should_print():
         reporter.start()
     try:
         yield
     finally:
+        if is_first:
+            _reporting = False
         done.set()
         if reporter.ident is not None:
             reporter.join()

@@ -239,21 +239,17 @@ def _facts() -> Mapping[str, object]:
 def _replayed(original: Any, settings: Settings) -> Any:
     import torch
 
-    from kohya_ext.compiling.graphs import simulation
-
     is_given, switch = bool(settings[CUDA_GRAPHS]), switches.CUDA_GRAPHS
 
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = current(_Graphs)
-        if graphs is not None and (switch.is_paused or not (is_given or switch.on)):
+        if graphs is None or switch.is_paused or not (is_given or switch.on):
             return original(self, *args, **kwargs)
-        recorded = simulation() if graphs is None else graphs.forward
-        if recorded is None or not torch.is_grad_enabled():
-            if graphs is not None:
-                graphs.forward_without_gradients(self)
+        if not torch.is_grad_enabled():
+            graphs.forward_without_gradients(self)
             return original(self, *args, **kwargs)
-        return recorded(original, self, args, kwargs)
+        return graphs.forward(original, self, args, kwargs)
 
     return forward
 

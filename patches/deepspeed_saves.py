@@ -148,4 +148,5 @@ PATCH = Patch(
     idea="https://github.com/kohya-ss/sd-scripts/issues/1139",
     stage=Stage.OBSERVE,
     on_start=_start,
+    in_dry_runs=False,
 )

@@ -145,4 +145,5 @@ PATCH = Patch(
     idea="https://github.com/kohya-ss/sd-scripts/pull/1101",
     stage=Stage.RECORD,
     on_start=_start,
+    in_dry_runs=False,  # which have their own DeepSpeed
 )

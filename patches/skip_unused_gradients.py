@@ -150,5 +150,4 @@ PATCH = Patch(
     facts=_facts,
     stage=Stage.COMPUTE,
     on_start=_start,
-    freezes=_embeddings,
 )

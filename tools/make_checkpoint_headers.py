@@ -1,52 +1,41 @@
-"""Write the package's table of the tensors in each family's checkpoints: names, shapes and types, at full size.
+"""Write the tensors of a kind of checkpoint to the package's table: names, shapes and types, from the files of a model.
 
-    python tools/make_checkpoint_headers.py
+    python tools/make_checkpoint_headers.py SDXL pretrained_model_name_or_path=sd_xl_base_1.0.safetensors
 
-Writes kohya_ext/dry_run/headers.json, from which a dry run makes the files that its command line does not name. The tensors are
-those of the sparse checkpoints of benchmarks/. Run it for a new family.
+Adds to kohya_ext/dry_run/headers.json, from which a dry run makes the files that its command line does not name. Only headers
+are read. Kinds are the titles of families' checkpoints (kohya_ext/sdscripts/families.py), names those of the scripts' options;
+a model of several files has several. Run it for a new family.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import argparse
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import sparse_checkpoints
 from kohya_ext.dry_run import stand_ins
-from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.run.safetensors_header import read_header
-from kohya_ext.sdscripts.checkouts import find_or_fetch
 from kohya_ext.sdscripts.families import FAMILIES
 
+TABLE = Path(stand_ins.__file__).with_name(stand_ins.TABLE)
 
-def main() -> int:
-    """Write the table; each kind of checkpoint in a process of its own."""
-    if len(sys.argv) > 1:
-        print(_row(sys.argv[1]))
-        return 0
+
+def main() -> None:
+    """Replace a kind's row in the table."""
     titles = [kind.title for family in FAMILIES for kind in family.checkpoints]
-    command = [sys.executable, __file__]
-    rows = [subprocess.run([*command, title], check=True, stdout=subprocess.PIPE, text=True).stdout for title in titles]
-    text = ",\n".join(row.splitlines()[-1] for row in rows)
-    Path(stand_ins.__file__).with_name(stand_ins.TABLE).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
-    return 0
-
-
-def _row(title: str) -> str:
-    """Return a kind of checkpoint and its files as a line of JSON."""
-    family, kind = next((family, kind) for family in FAMILIES for kind in family.checkpoints if kind.title == title)
-    option: dict[str, Any] = dict([kind.option] if kind.option is not None else [])
-    config = MemoryConfig(family.lora, resolution="512,512", **option)
-    with TemporaryDirectory() as folder:
-        files = sparse_checkpoints.write(find_or_fetch(None), config, Path(folder)).files
-        headers = {option: tree(_tensors(path)) for option, path in files.items()}
-    return f"{dumps(title)}: {dumps(headers, separators=(',', ':'))}"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=titles)
+    parser.add_argument("files", nargs="+", metavar="OPTION=FILE")
+    given = parser.parse_args()
+    files = dict(each.split("=", 1) for each in given.files)
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    table[given.kind] = {option: tree(_tensors(Path(path))) for option, path in files.items()}
+    rows = ",\n".join(f"{dumps(title)}: {dumps(table[title], separators=(',', ':'))}" for title in titles if title in table)
+    TABLE.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
 
 
 def _tensors(path: Path) -> dict[str, str]:
@@ -71,4 +60,4 @@ def tree(tensors: Mapping[str, str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,7 +3,7 @@
     python tools/make_estimate_table.py [--layout v0.11] [--minutes 5]
 
 Writes kohya_ext/estimate/table.json, from which `estimate`, `presets list` and `plan` answer without importing torch. Run it
-after a change of a preset, of a patch that changes memory, or of the estimator; a test fails until then. A row takes about 15
+after a change of a preset, of a patch that changes memory, or of the estimator; a test fails until then. A row takes about 40
 seconds. Existing rows with counted kernels are kept, so an interrupted run continues; delete the file to recompute all of them.
 
 All rows are computed on one generation of sd-scripts. On the others one row of each family is computed, and the table lists the
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine
+from kohya_ext.dry_run import estimation
 from kohya_ext.estimate import cache, memory_config
-from kohya_ext.estimate.measurement import measure
 from kohya_ext.planning import chosen_speed
 from kohya_ext.planning.tiers import faster, tiers, words
 from kohya_ext.sdscripts import checkouts, releases
@@ -68,7 +68,7 @@ def main() -> int:
         compared.add(pair)
         if time.monotonic() > end:
             return 1
-        row = asdict(measure(checkout, command))
+        row = asdict(estimation.estimate(checkout, command, fresh=True))
         print(f"{given.layout} {script} {' '.join(argv)}: {row['reserved'] / 1e9:.2f} GB reserved", file=sys.stderr, flush=True)
         if given.layout == FIRST:
             rows[name] = row

@@ -17,13 +17,14 @@ from rich.table import Table
 from kohya_ext import charts
 from kohya_ext.config import training_command
 from kohya_ext.console import progress
+from kohya_ext.dry_run import estimation
 from kohya_ext.estimate import memory_config
 from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.units import GB, gigabytes
 
 if TYPE_CHECKING:
-    from kohya_ext.estimate.activation_budgets import Cost, Graph
+    from kohya_ext.dry_run.activation_budgets import Cost, Graph
 
 MB = 10**6
 
@@ -50,9 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     figure = charts.figure(7, 4.5) if "plot" in own else None
     memory_config.read(command)  # rejects an unsupported script before torch is imported
     with progress(f"tracing the compiled blocks of {script} (1 to 3 minutes)"):
-        from kohya_ext.estimate.measurement import measure_budgets
+        rows = estimation.budgets(request.checkout, command)
+    from kohya_ext.dry_run.activation_budgets import from_row  # imports torch
 
-        graphs = measure_budgets(request.checkout, command)
+    graphs = [from_row(row) for row in rows]
     if own.get("json"):
         print(json.dumps(_as_json(graphs), indent=1))
     else:
@@ -86,7 +88,7 @@ def _with(budget: float) -> Callable[[Graph], Cost]:
 
 
 def _totals(graphs: Sequence[Graph]) -> dict[str, Cost]:
-    from kohya_ext.estimate.activation_budgets import total
+    from kohya_ext.dry_run.activation_budgets import total
 
     return {name: total(graphs, mode) for name, mode in _modes(graphs).items()}
 

@@ -150,7 +150,7 @@ def _embedded(arguments: argparse.Namespace, files: _Files) -> tuple[list[str], 
     command = [
         sys.executable,
         "-m",
-        "kohya_ext.tiny.demo_training",
+        "kohya_ext.launch.demo_training",
         "--preset",
         arguments.preset,
         "--report",

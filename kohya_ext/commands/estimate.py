@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,12 @@ from rich.table import Table
 from kohya_ext import charts
 from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.preset_files import FAMILIES
 from kohya_ext.console import note, warn
 from kohya_ext.dry_run import estimation
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, machine, memory_config, predict, step_time
-from kohya_ext.estimate.memory_config import MemoryConfig, UnknownRunError
+from kohya_ext.estimate import cache, machine, memory_config, step_time
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Prediction
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
@@ -29,11 +29,10 @@ from kohya_ext.planning import automatic, chosen_speed
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import fits, usable_bytes
 from kohya_ext.sdscripts import networks
-from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
 
-#: Returns the estimate of a command line.
-Estimator = Callable[[CommandLine], Estimate]
+#: Returns the estimates of command lines.
+Estimator = Callable[[Sequence[CommandLine]], Sequence[Estimate]]
 
 NO_GPU = 'For seconds per step, give --gpu with the name of a GPU: --gpu "RTX 4070".'
 
@@ -72,14 +71,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--fresh",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="ignore known estimates and measure again (about 20 seconds)",
-    )
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="run the script itself for three steps on tensors without data, as for scripts without another estimate: for "
-        "forks and for changed scripts",
+        help="ignore known estimates and run the script dry: for forks and for scripts that you have changed (20 to 60 s)",
     )
     parser.add_argument(
         "--fit",
@@ -103,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     if gpu is not None:
         command = replace(command, has_bf16=gpu.has_bf16)
     card = command.settings.vram or (gpu.memory if gpu is not None and "gpu" in own else _preset_card(command))
-    estimate = partial(_estimate, checkout, own, gpu is not None)
+    estimate = partial(estimation.estimate_all, checkout, fresh=bool(own.get("fresh")), timed=gpu is not None)
     config = memory_config.any_script(command)
     if (problem := memory_config.sample_size_problem(config)) is not None:
         warn(problem)
@@ -113,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif command.settings["vram_budget"] is not None:
         prediction, budget = _with_budget(estimate, command, config, card)
     else:
-        prediction = estimate(command)
+        prediction = estimate([command])[0]
     time = step_time.predict(prediction, command, gpu) if gpu is not None else None
     if own.get("json"):
         print(json.dumps(_as_json(prediction, card, budget, time), indent=1))
@@ -122,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_table(prediction))
         if time is not None and gpu is not None:
             seconds = step_time.lines(time, gpu)
-            if not prediction.by_dry_run:  # the features that --speed chooses are weighed by other estimates
+            if command.name in FAMILIES:  # the features that --speed chooses are weighed by other estimates
                 look_up = partial(cache.find, checkout, disabled_patches=command.settings.disable_patch, timed=True)
                 seconds += chosen_speed.lines(command, gpu, card or gpu.memory, look_up)
         else:
@@ -138,15 +130,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if (card is None or fits(prediction, card)) and (budget is None or budget.fits) else 1
 
 
-def _estimate(checkout: Checkout, own: Mapping[str, Any], timed: bool, command: CommandLine) -> Estimate:
-    """Return a command line's estimate, by a dry run of its script if nothing else has one or if the user wants it."""
-    fresh = bool(own.get("fresh"))
-    if not own.get("dry_run"):
-        with contextlib.suppress(UnknownRunError):
-            return predict.estimate(checkout, command, fresh, timed)
-    return estimation.estimate(checkout, command, fresh)
-
-
 def _fit(estimate: Estimator, command: CommandLine, card: int | None) -> tuple[Estimate, CommandLine]:
     """Return the estimate and the arguments with the smallest ratio of checkpointed blocks that fits."""
     if card is None:
@@ -154,10 +137,10 @@ def _fit(estimate: Estimator, command: CommandLine, card: int | None) -> tuple[E
     if not memory_config.any_script(command).gradient_checkpointing:
         raise UserError("--fit reduces the checkpointed blocks; give --gradient_checkpointing or a preset with it")
 
-    def ask(ratio: float) -> Estimate:
-        return estimate(_with_ratio(command, ratio))
+    def ask(ratios: Sequence[float]) -> Sequence[Estimate]:
+        return estimate([_with_ratio(command, ratio) for ratio in ratios])
 
-    fitted = smallest_ratio(ask, usable_bytes(card))
+    fitted = smallest_ratio(ask, usable_bytes(card), estimation.together())
     if fitted is None:
         raise UserError(
             f"the run does not fit the {label(card)} less 5 percent, even with every block checkpointed; see `plan`"
@@ -192,20 +175,21 @@ def _with_budget(estimate: Estimator, command: CommandLine, config: MemoryConfig
     limit = round(tensor_limit(budget, (card or 0) - CONTEXT_BYTES, card or 0))
     usable = round(USABLE_FRACTION * limit)
 
-    def ask(ratio: float) -> Estimate:
-        return estimate(_with_ratio(command, ratio))
+    def ask(ratios: Sequence[float]) -> Sequence[Estimate]:
+        return estimate([_with_ratio(command, ratio) for ratio in ratios])
 
     ratio: float | None = None
     if (reason := reason_unused(command.name, config, command.settings)) is not None:
-        prediction = estimate(command)
+        prediction = estimate([command])[0]
         effect = f"no blocks are freed: {reason}"
     elif config.selective_torch_compile:
-        prediction = ask(1.0)
+        prediction = ask([1.0])[0]
         left = gigabytes(max(usable - prediction.reserved, 0))
         effect = f"every block is checkpointed at first, as estimated here; then compiled blocks may save {left} GB more"
     else:
-        note("estimating the blocks that --vram_budget frees: up to 6 estimates of about 20 seconds")
-        ratio, prediction = smallest_ratio(ask, usable + CONTEXT_BYTES) or (1.0, ask(1.0))
+        note("estimating the blocks that --vram_budget frees: up to 6 dry runs of 20 to 60 seconds")
+        fitted = smallest_ratio(ask, usable + CONTEXT_BYTES, estimation.together())
+        ratio, prediction = fitted or (1.0, ask([1.0])[0])
         effect = f"about {ratio:.0%} of the blocks stay checkpointed, which the run selects by their measured size"
     fits = prediction.reserved <= limit
     needs = "" if fits else f", but the run needs {gigabytes(prediction.reserved)} GB and would be out of memory"
@@ -287,7 +271,7 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
                 f"It can still run, more slowly: under Linux the allocator frees unused segments, down to "
                 f"{gigabytes(prediction.minimum_reserved)} GB. On Windows and WSL the driver spills to system memory."
             )
-    lines += _of_dry_run(prediction) if prediction.by_dry_run else _assumed(prediction)
+    lines += _of_dry_run(prediction)
     meaning = networks.meaning_of_dim(prediction.config.get("network_module"), prediction.config.get("network_args"))
     if meaning is not None:
         name, dimension = prediction.config["network_module"], prediction.config["network_dim"]
@@ -317,18 +301,15 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
     return lines
 
 
-def _assumed(prediction: Estimate) -> list[str]:
-    assumed = MemoryConfig(**prediction.config).assumed
-    return [f"Assumed, since it depends on the model files: {assumed}."] if assumed else []
-
-
-def _of_dry_run(prediction: Estimate) -> list[str]:
-    """Return what a dry run is, and what it leaves out of the user's command line."""
-    left_out = prediction.config["left_out"]
-    lines = [f"By a dry run: three steps of {prediction.config['script']} itself, on tensors without data."]
-    if missing := prediction.config["missing"]:
-        lines.append(f"Assumed, since these files are missing: the usual ones of {missing}.")
-    return [*lines, f"Not included: {', '.join(left_out)}."] if left_out else lines
+def _of_dry_run(prediction: Estimate) -> Iterator[str]:
+    """Yield what a dry run is, and what it assumes and leaves out of the user's command line."""
+    yield f"By a dry run: three steps of {prediction.config['script']} itself, on tensors without data."
+    if prediction.config["script"] in FAMILIES and (assumed := MemoryConfig(**prediction.config).assumed):
+        yield f"Assumed, since it depends on the model files: {assumed}."
+    elif prediction.missing:
+        yield f"Assumed, since these files are missing: the usual ones of {prediction.missing}."
+    if prediction.left_out:
+        yield f"Not included: {', '.join(prediction.left_out)}."
 
 
 def _way_out(prediction: Estimate) -> str:

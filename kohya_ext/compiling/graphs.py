@@ -22,8 +22,8 @@ import math
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,28 +63,6 @@ _ROUNDING = 1e-6
 
 #: The part of the output by which two eager runs of one batch differ only with random numbers of the model's own.
 _UNREPEATED = 0.1
-
-
-#: ``(forward, model, args, kwargs)`` -> ``forward(model, *args, **kwargs)``, by passes that are recorded.
-RecordedForward = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-
-_simulated: RecordedForward | None = None
-
-
-@contextmanager
-def simulated(forward: RecordedForward) -> Iterator[None]:
-    """Let ``forward`` run the models that ``--cuda_graphs`` records inside the block, in a process that trains nothing."""
-    global _simulated
-    before, _simulated = _simulated, forward
-    try:
-        yield
-    finally:
-        _simulated = before
-
-
-def simulation() -> RecordedForward | None:
-    """Return the function of :func:`simulated`; None outside of it."""
-    return _simulated
 
 
 class RecordingError(Exception):

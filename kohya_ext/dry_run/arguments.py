@@ -98,6 +98,11 @@ class Arguments:
         return bool(self.command.settings["cuda_graphs"])
 
     @property
+    def is_divided(self) -> bool:
+        """Whether DeepSpeed divides the state of training."""
+        return bool(self.command.values.get("deepspeed"))
+
+    @property
     def processes(self) -> int:
         """The number of processes, which have one GPU each."""
         return self.command.settings.num_processes or 1
@@ -259,9 +264,9 @@ def _trains_on_prompts(command: CommandLine) -> bool:
     return command.name.endswith("_leco.py") or bool(command.values.get("prompts_file"))
 
 
-def caption_tokens(command: CommandLine, size: tuple[int, int] | None) -> int:
+def caption_tokens(script: str, values: Mapping[str, Any], size: tuple[int, int] | None) -> int:
     """Return the length that a script reads from the GPU: of captions, or of HunyuanImage's whole sequence."""
-    family, values = families.of(command.name, command.values), command.values
+    family = families.of(script, values)
     if family is None:
         return 0
     if family.name == "hunyuan-image" and size is not None:

@@ -1,4 +1,4 @@
-"""Compiled blocks of a dry run: traced as the CPU's, and logged as inductor's code for a GPU runs (estimate/compiled.py)."""
+"""Compiled blocks of a dry run: traced as the CPU's, and logged as inductor's code for a GPU runs (:mod:`inductor`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kohya_ext.compiling.blocks import RUN
-from kohya_ext.dry_run import device
-from kohya_ext.dry_run.tracking import GpuTracker
+from kohya_ext.dry_run import activation_budgets, device, inductor
+from kohya_ext.dry_run.gpu_tracker import GpuTracker
+from kohya_ext.dry_run.tracker import Tracker
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import compiled
-from kohya_ext.estimate.tracker import Tracker
 
 
 def prepare() -> None:
@@ -26,13 +25,25 @@ def prepare() -> None:
 
 @contextmanager
 def compiled_blocks(mode: Any, tracker: Tracker) -> Iterator[Callable[[], None]]:
-    """Compile blocks inside the block, for the rest of the process; yield the check of :func:`compiled.logging_to`."""
+    """Compile blocks inside the block, for the rest of the process; yield the check of :func:`inductor.logging_to`."""
+    _compile_as_the_cpus()
+    with inductor.logging_to(mode, tracker, lambda: device.compiled(0)) as check:
+        yield lambda: _check(check)
+
+
+@contextmanager
+def budgets_of_blocks(mode: Any) -> Iterator[list[activation_budgets.Graph]]:
+    """Trace blocks inside the block, for the rest of the process; yield the list to which their graphs are added."""
+    _compile_as_the_cpus()
+    with activation_budgets.collecting(mode, lambda: device.compiled(0)) as graphs:
+        yield graphs
+
+
+def _compile_as_the_cpus() -> None:
     compile_function = torch.compile
     torch.compile = lambda function=None, **options: _compiled(compile_function, function, options)
     FakeTensor.device = property(device.device_for_python)
     setattr(GpuTracker, "__torch_dispatch__", torch._disable_dynamo(GpuTracker.__torch_dispatch__))  # noqa: B010
-    with compiled.logging_to(mode, tracker, lambda: device.compiled(0)) as check:
-        yield lambda: _check(check)
 
 
 def _check(check: Callable[[], None]) -> None:

@@ -75,7 +75,7 @@ def install(empty_cache: Callable[[], None]) -> None:
     state = torch.zeros(16, dtype=torch.uint8)
     functions = {
         **{name: _always(value) for name, value in _ANSWERS.items()},
-        **dict.fromkeys(_IGNORED, _always(None)),
+        **{name: _always(None) for name in _IGNORED},  # each its own: Dynamo's table has no function twice
         "empty_cache": empty_cache,
         "get_rng_state": _always(state),
         "get_rng_state_all": _always([state]),

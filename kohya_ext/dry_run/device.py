@@ -17,7 +17,7 @@ import torch.overrides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kohya_ext.estimate.tracker import DEVICE
+from kohya_ext.dry_run.tracker import DEVICE
 
 CPU, META, GPU = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 
@@ -182,17 +182,24 @@ def _after(kind: Any, name: str, then: Callable[[Any], None]) -> None:
 def _name_autocast() -> None:
     """Let autocast for "cuda" be the CPU's, which follows CUDA's rules inside :func:`estimate.autocast.cuda_rules`."""
     start, enabled, dtype = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+    set_dtype, default = torch.set_autocast_dtype, {"cuda": torch.float16}
 
     @functools.wraps(start)  # Dynamo reads its parameters
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda" and not args and kwargs.get("dtype") is None:
-            kwargs["dtype"] = torch.float16
+            kwargs["dtype"] = default["cuda"]
         start(self, _for_cpp(device_type), *args, **kwargs)
+
+    def set_default(device_type: str, dtype: torch.dtype) -> None:
+        if device_type == "cuda":
+            default["cuda"] = dtype
+        else:
+            set_dtype(device_type, dtype)
 
     def in_force(device_type: str) -> str:
         return device_type if _in_compiled else _for_cpp(device_type)  # Dynamo sets each device's state as it was
 
-    torch.autocast.__init__ = init
+    torch.autocast.__init__, torch.set_autocast_dtype = init, set_default
     torch.is_autocast_enabled = lambda device_type="cuda": enabled(in_force(device_type))
     torch.get_autocast_dtype = lambda device_type: dtype(in_force(device_type))
     torch.get_autocast_gpu_dtype = lambda: dtype("cpu")

@@ -60,15 +60,18 @@ def _run(request: Request, folder: Path) -> None:
         for part in _as_on_gpu(request, steps.tracker, mode):
             stack.enter_context(part)
         if request.compiled:
-            from kohya_ext.dry_run.compiling import compiled_blocks
+            from kohya_ext.dry_run.compiling import budgets_of_blocks, compiled_blocks
 
-            steps.check = stack.enter_context(compiled_blocks(mode, steps.tracker))
+            if request.budgets:
+                steps.graphs = stack.enter_context(budgets_of_blocks(mode))
+            else:
+                steps.check = stack.enter_context(compiled_blocks(mode, steps.tracker))
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
 
 
 def _fake_tensors(compiled: bool) -> Any:
     if compiled:
-        from kohya_ext.estimate.compiled import traceable
+        from kohya_ext.dry_run.inductor import traceable
 
         return traceable()
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -78,10 +81,9 @@ def _fake_tensors(compiled: bool) -> Any:
 
 def _as_on_gpu(request: Request, tracker: Any, mode: Any) -> Iterator[Any]:
     """Yield the contexts in which operators run as a GPU's."""
-    from kohya_ext.estimate.autocast import EIGHT_BITS, LOWER, cuda_rules
-    from kohya_ext.estimate.linear import bias_in_place
-    from kohya_ext.estimate.step import bitsandbytes_without_kernels, functions_as_on_cuda
-    from kohya_ext.estimate.triton_kernels import counted_kernels
+    from kohya_ext.dry_run.autocast import EIGHT_BITS, LOWER, cuda_rules
+    from kohya_ext.dry_run.cuda_operators import bias_in_place, bitsandbytes_without_kernels, functions_as_on_cuda
+    from kohya_ext.dry_run.triton_kernels import counted_kernels
 
     yield from (cuda_rules((*LOWER, *EIGHT_BITS)), bias_in_place(), functions_as_on_cuda())
     yield from (bitsandbytes_without_kernels(tracker), mode, tracker)
@@ -91,9 +93,9 @@ def _as_on_gpu(request: Request, tracker: Any, mode: Any) -> Iterator[Any]:
 
 def _install(request: Request, folder: Path) -> Any:
     """Replace what would need a GPU, data or more time; return the steps of the run."""
-    from kohya_ext.dry_run import cuda_functions, device, recording, several_processes, weights
+    from kohya_ext.dry_run import cuda_functions, device, recording, several_processes, weights, zero_run
+    from kohya_ext.dry_run.gpu_tracker import GpuTracker
     from kohya_ext.dry_run.steps import Steps
-    from kohya_ext.dry_run.tracking import GpuTracker
 
     tracker = GpuTracker()
     tracker.values.integer = request.integer
@@ -104,7 +106,10 @@ def _install(request: Request, folder: Path) -> Any:
     weights.install()
     device.install()
     cuda_functions.install(tracker.release_unused)
-    if request.processes > 1:
+    divided = zero_run.ZeroRun(tracker, request.processes) if request.deepspeed else None
+    if divided is not None:
+        divided.install()
+    elif request.processes > 1:
         several_processes.pretend(request.processes)
     _run_in_this_thread()
     _keep_the_order_of_images()
@@ -114,7 +119,7 @@ def _install(request: Request, folder: Path) -> Any:
         recording.install(tracker)
     _use_own_kernels(request)
     _try_optimizers_with_data()
-    steps = Steps(tracker, request, folder / RESULT)
+    steps = Steps(tracker, request, folder / RESULT, divided)
     steps.install()
     return steps
 

@@ -11,7 +11,7 @@ import torch
 
 from kohya_ext.compiling import cuda_recorder, graphs, host_access
 from kohya_ext.dry_run.device import GPU
-from kohya_ext.dry_run.tracking import GpuTracker
+from kohya_ext.dry_run.gpu_tracker import GpuTracker
 
 #: The pool and the stream of recordings, as in logs.
 POOL = STREAM = 1

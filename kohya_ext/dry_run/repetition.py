@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kohya_ext.estimate.events import Event
+from kohya_ext.dry_run.events import Event
 
 
 def repeated(events: Sequence[Event], start: int, storages: int) -> list[Event] | None:

@@ -24,6 +24,8 @@ class Request:
     """Backward passes of a step."""
     processes: int
     """Processes of the run, of which this is the first."""
+    deepspeed: bool
+    """Whether DeepSpeed divides the state of training among them."""
     integer: int
     """The value of integers that the script reads from the GPU."""
     sampled: bool
@@ -36,6 +38,8 @@ class Request:
     eight_bits: bool
     kernels: bool
     """Whether the extension's own kernels run."""
+    budgets: bool
+    """Whether the result is the cost of each compiled block by activation memory budget."""
 
     @classmethod
     def read(cls, folder: Path) -> Request:

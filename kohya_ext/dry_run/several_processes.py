@@ -1,6 +1,6 @@
 """The first of several processes that do not exist: PyTorch's "fake" communication copies nothing.
 
-What DistributedDataParallel and DeepSpeed allocate does not depend on what they receive.
+What DistributedDataParallel allocates does not depend on what it receives.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from kohya_ext.config.command_line import LAUNCHED
 _store: Any = None  # of the messages of patches
 
 
-def variables(processes: int) -> dict[str, str]:
-    """Return the environment variables of the first process; none for a single one."""
+def variables(processes: int, divided: bool = False) -> dict[str, str]:
+    """Return the environment variables of the first process; none for a single one.
+
+    ``divided``: whether DeepSpeed would divide its state, which needs no communication here (:mod:`zero_run`).
+    """
+    if divided:
+        return {LAUNCHED: "1"}
     if processes == 1:
         return {}
     return {

@@ -1,5 +1,7 @@
-"""GPU memory of one training step, predicted before the run: measured on the real model classes, without a GPU or weights.
+"""What is known of a run's memory and time. Nothing here imports torch.
 
-``memory_config`` reads the options that change memory. ``models`` builds the family's models as fake tensors, and
-``step`` runs sd-scripts' own training step on them under ``tracker``. ``predict`` returns the estimate, ``cache`` keeps it.
+``memory_config`` reads the options that change memory, the key of known estimates: those of the shipped presets
+(``table.json``) and of earlier dry runs (``cache``, ``whole_runs``). ``seconds`` predicts the time of a step from its counted
+kernels and from the rates of GPUs (``gpus``, ``machine``), ``communication`` that of several GPUs. ``kohya_ext.dry_run`` makes
+new estimates.
 """

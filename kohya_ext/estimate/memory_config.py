@@ -55,10 +55,6 @@ _TOO_SLOW = ("networks.boft",)
 Value = TypeVar("Value")
 
 
-class UnknownRunError(UserError):
-    """A run whose step is not repeated here, so that only a dry run of its script can estimate it."""
-
-
 @dataclass(frozen=True)
 class MemoryConfig:
     """The options of one run that change its memory."""
@@ -161,6 +157,8 @@ class MemoryConfig:
     """Once normalized, whether the model is recorded."""
     expandable_segments: bool = False
     gradient_release: bool = False
+    stochastic_rounding: bool = False
+    optimizer_states_on_host: bool = False
     ema: bool = False
     """Once normalized, whether the averaged weights are in GPU memory."""
     ema_device: str = "cpu"
@@ -250,12 +248,10 @@ def _parse(command: CommandLine) -> tuple[dict[str, Any], list[str]]:
 def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
     """Return the configuration from a script's parsed arguments and the extension's settings.
 
-    Raises UnknownRunError for a script whose step is not repeated here (ControlNet, LLLite, textual inversion, LECO).
+    Raises UserError for a script without presets, whose runs have no configuration (ControlNet, textual inversion, LECO).
     """
     if command.name not in FAMILIES:
-        raise UnknownRunError(
-            f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}"
-        )
+        raise UserError(f"{command.name} has no presets; scripts with presets: {', '.join(sorted(FAMILIES))}")
     if values.get("network_module") in _TOO_SLOW:
         raise UserError(
             f"the memory of {values['network_module']} cannot be estimated: each layer computes with thousands of small "
@@ -333,6 +329,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         cuda_graphs=config.cuda_graphs and lora and _is_recorded(config),
         **_parallel(config),
         one_way_block_swap=False if config.one_way_block_swap is False and lora and config.blocks_to_swap else None,
+        stochastic_rounding=config.stochastic_rounding and config.gradient_release,
         ema=config.ema and config.ema_device == "gpu",
         ema_device=defaults.ema_device,
         # The transformers' scripts always load models into host memory.
@@ -438,7 +435,7 @@ def _samples(config: MemoryConfig) -> bool:
 
 
 def _default_sample_size(config: MemoryConfig) -> int:
-    return config.family.sampler.side
+    return config.family.sample_side
 
 
 def _model(config: MemoryConfig) -> str | None:

@@ -23,7 +23,7 @@ class Estimate:
     """Memory in bytes and work of a run."""
 
     config: Mapping[str, Any]
-    """:meth:`MemoryConfig.key` of the normalized configuration."""
+    """:meth:`MemoryConfig.key` of the normalized configuration; for other scripts, the options that messages need."""
     allocated: int
     """Peak of allocated tensors, ``torch.cuda.max_memory_allocated``, in the phase that reserves the most."""
     reserved: int
@@ -52,6 +52,10 @@ class Estimate:
     """Bytes of DeepSpeed's state in host memory in each process, by purpose."""
     recorded_kernels: int = 0
     """Kernels that ``--cuda_graphs`` records for one image size."""
+    left_out: list[str] = field(default_factory=list)
+    """What the run does and its dry run does not: ``--torch_compile``."""
+    missing: str = ""
+    """The kind of checkpoint of which the usual one was assumed; empty if the run's own files were read."""
 
     @property
     def total(self) -> int:
@@ -62,11 +66,6 @@ class Estimate:
     def communication(self) -> int:
         """NCCL's memory in bytes; 0 for one process."""
         return COMMUNICATION_BYTES if (self.config.get("num_processes") or 1) > 1 else 0
-
-    @property
-    def by_dry_run(self) -> bool:
-        """Whether the script itself was run; :attr:`config` then has what the run left out instead of a configuration."""
-        return "left_out" in self.config
 
     @property
     def recordings(self) -> int:

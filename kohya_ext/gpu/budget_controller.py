@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kohya_ext.console import note, warn
-from kohya_ext.estimate.tracker import Allocations
+from kohya_ext.dry_run.tracker import Allocations
 from kohya_ext.gpu.batch_sizes import largest_batch, pixels_of
 from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory

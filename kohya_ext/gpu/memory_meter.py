@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kohya_ext.estimate.tracker import Allocations
+from kohya_ext.dry_run.tracker import Allocations
 from kohya_ext.gpu import peak_memory
 from kohya_ext.units import index_of
 

@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -143,8 +143,6 @@ class Patch:
     """Whether dry runs have it: not if it hides a failure, or asks the other processes, which do not exist there."""
     only_trains: bool = False
     """Whether it is off in processes of `tune`, which train nothing: it writes something of the run, or handles signals."""
-    freezes: Callable[[Any], Iterator[Any]] | None = None
-    """(model) -> weights that the patch freezes when training starts, unless they are trained. Estimates freeze them too."""
 
     def __post_init__(self) -> None:
         if self.on_start is not None and self.stage is None:

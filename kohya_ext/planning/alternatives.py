@@ -7,16 +7,20 @@ new estimate does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.config.settings import AUTO
+from kohya_ext.dry_run import estimation
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, memory_config, predict, step_time
+from kohya_ext.estimate import cache, memory_config, step_time
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
+from kohya_ext.planning.bisection import first_that
 from kohya_ext.planning.memory_savings import Attempt, Changes, most_swapped
 from kohya_ext.planning.plan import (
     Candidate,
@@ -47,7 +51,7 @@ _RATIOS = (0.25, 0.5, 0.75)
 
 @dataclass
 class Search:
-    """A search for configurations that fit ``card`` bytes. ``may_estimate`` is asked before an estimate of some 20 seconds."""
+    """A search for configurations that fit ``card`` bytes. ``may_estimate`` is asked before an estimate of 20 to 60 seconds."""
 
     checkout: Checkout
     command: CommandLine
@@ -69,8 +73,10 @@ class Search:
         if start is not free:
             self.candidates += known_tiers(self.checkout, free)
             self.candidates += known_tiers(self.checkout, free, experimental=True) if can_have_8_bits else []
-        for changes in self._starts(attempt(self.checkout, start, self.gpu), can_have_8_bits):
-            self._least_savings(start, changes)
+        starts = [*self._starts(attempt(self.checkout, start, self.gpu), can_have_8_bits)]
+        with ThreadPoolExecutor(estimation.together()) as pool:
+            searches = [*pool.map(partial(self._least_savings, start), starts)]
+        self.candidates += [candidate for estimated in searches for candidate in estimated]
         own, images = normalized_config(self.command), _images(self.command)
         fitting = [each for each in self.candidates if fits(each.estimate, self.card) and _images(each.command) == images]
         distinct = {normalized_config(each.command): each for each in reversed(fitting)}
@@ -112,31 +118,32 @@ class Search:
             if can_have_8_bits:
                 yield {**attention, **split, **eight_bits}
 
-    def _least_savings(self, start: CommandLine, changes: Changes) -> None:
-        """Add the configuration with the fewest memory savings that fits."""
+    def _least_savings(self, start: CommandLine, changes: Changes) -> list[Candidate]:
+        """Search the configuration with the fewest memory savings that fits, and return those that were estimated."""
         run = attempt(self.checkout, start.with_(changes), self.gpu)
         savings = [step for step in _savings(run) if run.allows(step)]
-        low, high = 0, len(savings)
-        while low < high:
-            middle = (low + high) // 2
-            fitting = self._fits(start, {**changes, **savings[middle]})
-            if fitting is None:
-                return
-            low, high = (low, middle) if fitting else (middle + 1, high)
+        estimated: list[Candidate] = []
 
-    def _fits(self, start: CommandLine, changes: Changes) -> bool | None:
-        """Return whether a configuration fits, and add it; None if that cannot be estimated in time."""
+        def fit(places: Sequence[int]) -> list[bool]:
+            tried = [self._candidate(start, {**changes, **savings[place]}) for place in places]
+            estimated.extend(candidate for candidate in tried if candidate is not None)
+            return [candidate is not None and fits(candidate.estimate, self.card) for candidate in tried]
+
+        first_that(len(savings), fit)
+        return estimated
+
+    def _candidate(self, start: CommandLine, changes: Changes) -> Candidate | None:
+        """Return a configuration with its estimate; None if it cannot be estimated, or not in time."""
         command = start.with_(changes)
         known = cache.find(self.checkout, normalized_config(command), command.settings.disable_patch)
         if known is None and not self.may_estimate():
             self.is_complete = False
             return None
         try:
-            estimate = predict.estimate(self.checkout, eager(command))
+            estimate = estimation.estimate(self.checkout, eager(command))
         except UserError:
             return None
-        self.candidates.append(Candidate(" ".join(option_words(changes)), command, estimate))
-        return fits(estimate, self.card)
+        return Candidate(" ".join(option_words(changes)), command, estimate)
 
 
 def _savings(run: Attempt) -> list[Changes]:

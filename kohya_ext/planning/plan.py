@@ -1,6 +1,6 @@
 """The fastest configuration that fits a GPU: a shipped tier if its memory is known, otherwise a search over memory savings.
 
-Nothing here imports torch; a new estimate does (kohya_ext.estimate.measurement).
+Nothing here imports torch; a new estimate does (kohya_ext.dry_run.estimation).
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.config.preset_files import NotForScriptError
 from kohya_ext.console import note
+from kohya_ext.dry_run import estimation
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, memory_config, predict, step_time, tuned
+from kohya_ext.estimate import cache, memory_config, step_time, tuned
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.estimate.seconds import Work, bus_seconds
 from kohya_ext.estimate.tuned import Tuned
 from kohya_ext.installed_gpus import first_gpu
+from kohya_ext.planning.bisection import first_that
 from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, MemorySaving, Step, after, steps
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import option_names
 from kohya_ext.units import SMALLEST_SHARE, gigabytes, label
 
-#: Maximum number of new estimates for one plan, about 20 seconds each.
+#: Maximum number of new estimates for one plan.
 MAX_ESTIMATES = 12
 
 
@@ -146,23 +148,19 @@ def _say_measured(tier: str, day: str) -> None:
 
 
 def _predicted_tier(command: CommandLine, card: int) -> str:
-    smaller = ""
     tier = None
     for tier, tier_command in _tiers_with(command):
         row = cache.shipped(normalized_config(tier_command))
-        if row is not None and fits(Estimate(**row), card):
+        fitting = tier.card <= card / SMALLEST_SHARE if row is None else fits(Estimate(**row), card)
+        if fitting:
             return tier.name
-        if row is None and tier.card <= card / SMALLEST_SHARE and not smaller:
-            smaller = tier.name
     if tier is None:
         raise NotForScriptError(
             f"--preset auto: {command.name} has no presets for GPU sizes; run `python -m kohya_ext plan {command.name}`"
         )
-    if not smaller:
-        raise UserError(
-            f"--preset auto: no preset of {command.name} fits the {label(card)}; run `python -m kohya_ext plan {command.name}`"
-        )
-    return smaller
+    raise UserError(
+        f"--preset auto: no preset of {command.name} fits the {label(card)}; run `python -m kohya_ext plan {command.name}`"
+    )
 
 
 def fastest_first(candidates: Sequence[Candidate], gpu: Gpu) -> list[Candidate]:
@@ -285,30 +283,43 @@ class _Search:
         while (step := _next(state, fixed)) is not None:
             points.append(points[-1].after(step))
             state = after(state, step)
-        if self.card < min((tier.card for tier in tiers(kind)), default=0) and not self._try(start, points[-1]):
+        if self.card < min((tier.card for tier in tiers(kind)), default=0) and not self._try(start, [points[-1]])[0]:
             return self.tried  # not even the smallest fits
-        for index, point in enumerate(points):
-            if self._try(start, point):
+        together = estimation.together()
+        for first in range(0, len(points), together):
+            fitting = self._try(start, points[first : first + together])
+            if any(fitting):
+                index = first + fitting.index(True)
                 if index:
-                    self._shrink_last_change(start, points[index - 1].changes, point, fixed)
+                    self._shrink_last_change(start, points[index - 1].changes, points[index], fixed)
                 break
         return self.tried
 
-    def _try(self, start: CommandLine, point: _Point) -> bool:
-        """Estimate a configuration; return whether it fits. Beyond the limit, return True without an estimate."""
-        command = start.with_(point.changes)
-        if cache.find(self.checkout, normalized_config(command), command.settings.disable_patch) is None:
-            if self.measured == MAX_ESTIMATES:
-                self.stopped = True
-                return True
-            if self.measured == 0:
-                self.announce(f"no known estimate for these arguments; making up to {MAX_ESTIMATES}, about 20 seconds each")
-            self.measured += 1
-            self.announce(f"estimate {self.measured} of at most {MAX_ESTIMATES}: {point.name}")
-        candidate = Candidate(point.name, command, predict.estimate(self.checkout, eager(command)), point.traded)
-        if candidate not in self.tried:
-            self.tried.append(candidate)
-        return fits(candidate.estimate, self.card)
+    def _try(self, start: CommandLine, points: Sequence[_Point]) -> list[bool]:
+        """Estimate configurations; return whether each fits. Beyond the limit, return True without an estimate."""
+        asked = [(point, start.with_(point.changes)) for point in points]
+        within = [pair for pair in asked if self._may_estimate(*pair)]
+        estimates = estimation.estimate_all(self.checkout, [eager(command) for _, command in within])
+        fitting = dict.fromkeys(map(id, points), True)
+        for (point, command), estimate in zip(within, estimates, strict=True):
+            candidate = Candidate(point.name, command, estimate, point.traded)
+            if candidate not in self.tried:
+                self.tried.append(candidate)
+            fitting[id(point)] = fits(estimate, self.card)
+        return [*fitting.values()]
+
+    def _may_estimate(self, point: _Point, command: CommandLine) -> bool:
+        """Announce a configuration whose estimate is not known. Return False beyond the limit."""
+        if cache.find(self.checkout, normalized_config(command), command.settings.disable_patch) is not None:
+            return True
+        if self.measured == MAX_ESTIMATES:
+            self.stopped = True
+            return False
+        if self.measured == 0:
+            self.announce(f"no known estimate for these arguments; making up to {MAX_ESTIMATES}, of 20 to 60 seconds each")
+        self.measured += 1
+        self.announce(f"estimate {self.measured} of at most {MAX_ESTIMATES}: {point.name}")
+        return True
 
     def _shrink_last_change(self, start: CommandLine, before: Changes, point: _Point, fixed: Set[str]) -> None:
         """Reduce the last change to the smallest that fits: fewer swapped blocks, or else fewer checkpointed ones."""
@@ -321,14 +332,12 @@ class _Search:
             return
         if key in fixed - point.changes.keys():
             return
-        low, high = 0, len(parts)
-        while low < high:
-            middle = (low + high) // 2
-            part = replace(point, name=_named(key, parts[middle]), changes={**point.changes, key: parts[middle]})
-            if self._try(start, part):
-                high = middle
-            else:
-                low = middle + 1
+
+        def fit(indices: Sequence[int]) -> list[bool]:
+            named = [(_named(key, parts[index]), {**point.changes, key: parts[index]}) for index in indices]
+            return self._try(start, [replace(point, name=name, changes=changes) for name, changes in named])
+
+        first_that(len(parts), fit, estimation.together())
 
 
 @dataclass(frozen=True)
@@ -434,7 +443,8 @@ def _copy_cost(answer: Estimate, estimates: Sequence[Estimate]) -> str:
         return ""
     whole, work = max(unswapped), Work.from_row(answer.work)
     size = whole - answer.parts["weights"]
-    kept = size if work.returned else min(2 * size, whole)  # also those that come in the place of the swapped ones
+    both_ways = 2 * work.returned > work.copied
+    kept = size if both_ways else min(2 * size, whole)  # also those that come in the place of the swapped ones
     return (
         f"{gigabytes(kept)} GB of weights are in host memory; every batch copies {gigabytes(work.copied + work.returned)} GB "
         f"over the bus, {bus_seconds(work, _BUS):.1f} s on PCIe 4.0 x16 minus the overlap with computation"

@@ -1,6 +1,6 @@
 """The fastest configuration of a run on several GPUs of one machine: its engine, what it moves to the host, and its batch.
 
-Nothing here imports torch; a new estimate does (kohya_ext.estimate.measurement).
+Nothing here imports torch; a new estimate does (kohya_ext.dry_run.estimation).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, quoted
+from kohya_ext.dry_run import estimation
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import communication, memory_config, predict, step_time
+from kohya_ext.estimate import communication, memory_config, step_time
 from kohya_ext.estimate.communication import Engine, Exchange, Link
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import CONTEXT_BYTES
@@ -291,7 +292,7 @@ def _with_batch(checkout: Checkout, command: CommandLine, choice: _Choice, machi
         if choice.engine is Engine.DDP and images > batch:
             sizes["ddp_average_once"] = True
         sized = command.with_(sizes) if _images(command) > 1 else command
-        candidate = Candidate(choice.name, sized, predict.estimate(checkout, sized, timed=True), choice.traded)
+        candidate = Candidate(choice.name, sized, estimation.estimate(checkout, sized, timed=True), choice.traded)
         option = Setup(candidate, choice.engine, machine, choice.is_close)
         if option.fits or batch == 1:
             return option

@@ -14,7 +14,8 @@ from typing import Any
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.config.settings import options
-from kohya_ext.estimate import cache, gpus, predict, step_time
+from kohya_ext.dry_run import estimation
+from kohya_ext.estimate import cache, gpus, step_time
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.planning.plan import NothingFitsError, plan
 from kohya_ext.planning.tiers import Tier, fits
@@ -48,20 +49,21 @@ def fastest(tier: Tier) -> Upstream | None:
 
 
 def search(checkout: Checkout, tier: Tier, announce: Callable[[str], None]) -> Upstream | None:
-    """Search the same configuration: makes estimates that are not cached, about 20 seconds each.
+    """Search the same configuration: makes estimates that are not cached.
 
     It is the faster one of `plan`'s answer, and of the preset for this size that is not experimental. The extension is off.
     """
     script, gpu = preset_files.scripts(tier.family)[0], gpus.typical(tier.card)
     base = {name: each.value for name, each in preset_files.load([f"{tier.family}/base"], script).values.items()}
     fixed: dict[str, object] = {**WITHOUT_EXTENSION, "train_batch_size": tier.config.train_batch_size}
+    fixed["resolution"] = tier.config.resolution
     if "model_type" in base:
         fixed["model_type"] = base["model_type"]  # selects the family of a shared script
     command = CommandLine(checkout.script(script), option_words(fixed), {}, has_bf16=True)
     candidates = [command.with_tier(f"{tier.family}/{tier.about['vram_gb']}gb")]
     with contextlib.suppress(NothingFitsError):
         candidates.append(plan(checkout, command, tier.card, gpu, announce).answer.command)
-    estimates = [predict.estimate(checkout, each, timed=True) for each in candidates]
+    estimates = estimation.estimate_all(checkout, candidates, timed=True)
     fitting = [index for index, estimate in enumerate(estimates) if fits(estimate, tier.card)]
     if not fitting:
         return None

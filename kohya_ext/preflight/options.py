@@ -80,7 +80,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings 
     for option in given(args, *family.ignores(script.name)) if family is not None else ():
         findings.warnings.append(f"{script.name} does not read --{option}, which changes nothing; remove it")
     findings.errors.extend(numbers.problems(script, args))
-    findings.errors.extend(_impossible(script, args, settings))
+    findings.errors.extend(impossible(script, args, settings))
     findings.errors.extend(deepspeed.problems(script, args))
 
 
@@ -207,7 +207,7 @@ def _check_samples(script: Path, args: Namespace, findings: Findings) -> None:
     if asked is None:
         return
     family = families.of(script.name, vars(args))
-    if seedless and family is not None and family.sampler.needs_seed:
+    if seedless and family is not None and family.samples_need_seed:
         findings.errors.append(
             f"--sample_prompts: {script.name} fails at a prompt without a seed (number {seedless}); add --d 1 to it"
         )
@@ -275,7 +275,7 @@ def _broken(constraints: Iterable[Constraint], script: Path, values: Mapping[str
         yield from constraint.problems(Run(script.name, values))
 
 
-def _impossible(script: Path, args: Namespace, settings: Settings = _DEFAULTS) -> Iterator[str]:
+def impossible(script: Path, args: Namespace, settings: Settings = _DEFAULTS) -> Iterator[str]:
     """Yield the problems of the whole run, then of each subset with its own settings from --dataset_config."""
     of_subsets = [constraint for constraint in CONSTRAINTS if constraint.of_subset]
     of_run = [constraint for constraint in CONSTRAINTS if not constraint.of_subset]

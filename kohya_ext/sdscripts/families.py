@@ -4,14 +4,15 @@ A row contains facts about upstream that several modules need: scripts, classes,
 module needs stay in that module, keyed by the family's name. tests/unit/test_families.py reports where a family is missing.
 This module uses only the standard library.
 
-To add a family, add a row here, its models in estimate/models.py (``BUILDERS``), a tiny model in tiny/, and its presets.
+To add a family, add a row here, the tensors of its files (tools/make_checkpoint_headers.py), a tiny model in tiny/, and its
+presets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -42,26 +43,6 @@ class Blocks:
     classes: tuple[str, ...]
     method: str
     """The method that checkpointing recomputes: the inner forward if ``forward`` checkpoints it."""
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """How the training scripts generate sample images."""
-
-    guided_together: bool = False
-    """Whether the prompt and the empty prompt are in one batch."""
-    empties_cache_first: bool = False
-    """Whether the script empties the allocator's cache before denoising; each does so before decoding."""
-    moves_vae_first: bool = False
-    """Whether the VAE is in GPU memory while the latents are denoised."""
-    moves_blocks_back: bool = False
-    """Whether the script moves swapped blocks back before each denoising step, instead of rotating them."""
-    autocast: Literal["denoising", "apart", "whole"] = "whole"
-    """What runs under autocast: denoising alone, denoising and decoding apart, or all, so that cast weights stay to the end."""
-    needs_seed: bool = False
-    """Whether a prompt without a seed is an error."""
-    side: int = 512
-    """Default width and height of a sample image, in pixels."""
 
 
 def rotates(swapped: int, blocks: int) -> bool:
@@ -129,8 +110,6 @@ class Family:
     """Whether the model's enable_gradient_checkpointing has the parameter ``cpu_offload``."""
     finetune_in_16_bits: bool = False
     """Whether the fine-tuning script loads the model in 16 bits without --full_bf16."""
-    finetune_caches_captions_first: bool = False
-    """Whether the fine-tuning scripts cache text encoder outputs before latents."""
     finetune_ignores: tuple[str, ...] = ()
     """Options that the fine-tuning scripts accept and do not read."""
     trains_text_encoders: bool = True
@@ -144,7 +123,10 @@ class Family:
     assumed: str = ""
     """The assumptions of estimates about files and captions, for messages, with the fields ``t5`` (the type of T5's weights)
     and ``sd3`` (the model of Stable Diffusion 3)."""
-    sampler: Sampler = Sampler()
+    sample_side: int = 512
+    """The default width and height of a sample image, in pixels."""
+    samples_need_seed: bool = False
+    """Whether a sample prompt without a seed is an error."""
 
     @property
     def scripts(self) -> tuple[str, ...]:
@@ -196,7 +178,6 @@ FAMILIES: tuple[Family, ...] = (
         vae="sd-vae",
         bucket_steps=(32, 32),
         offloads_checkpoints=False,
-        sampler=Sampler(guided_together=True, moves_vae_first=True, autocast="denoising"),
     ),
     Family(
         name="sd15",
@@ -232,7 +213,6 @@ FAMILIES: tuple[Family, ...] = (
         bucket_steps=(64, 64),
         offloads_checkpoints=False,
         finetune_ignores=("full_bf16", "fused_backward_pass"),
-        sampler=Sampler(guided_together=True, moves_vae_first=True, autocast="denoising"),
     ),
     # Must precede FLUX, because a Chroma checkpoint also has FLUX's tensors.
     Family(
@@ -250,7 +230,6 @@ FAMILIES: tuple[Family, ...] = (
         max_blocks_to_swap=34,
         t5_tokens=512,
         assumed="T5 in {t5}",
-        sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
         name="flux",
@@ -272,7 +251,6 @@ FAMILIES: tuple[Family, ...] = (
         caches_t5_alone=True,
         t5_tokens=512,
         assumed="T5 in {t5}",
-        sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
         name="sd3",
@@ -295,11 +273,9 @@ FAMILIES: tuple[Family, ...] = (
         max_blocks_to_swap=22,  # the medium model has 24 blocks; two stay on the GPU
         offloads_checkpoints=False,
         finetune_in_16_bits=True,
-        finetune_caches_captions_first=True,
         caches_t5_alone=True,
         t5_tokens=256,
         assumed="Stable Diffusion {sd3}, T5 in 16 bits",
-        sampler=Sampler(guided_together=True, empties_cache_first=True, moves_blocks_back=True),
     ),
     Family(
         name="lumina",
@@ -318,14 +294,13 @@ FAMILIES: tuple[Family, ...] = (
         finetune_in_16_bits=True,
         finetune_ignores=("blocks_to_swap",),
         assumed="captions as long as --gemma2_max_token_length allows",
-        sampler=Sampler(moves_blocks_back=True, autocast="apart", side=1024),
+        sample_side=1024,
     ),
     Family(
         name="anima",
         checkpoints=(Checkpoint("Anima", ("llm_adapter.",)),),
         lora="anima_train_network.py",
         finetune=("anima_train.py",),
-        finetune_caches_captions_first=True,
         others=("anima_train_control_net_lllite.py",),
         files={"qwen3": "qwen3", "vae": "qwen-vae"},
         networks=("networks.lora_anima",),
@@ -341,7 +316,6 @@ FAMILIES: tuple[Family, ...] = (
         usual_blocks=28,  # Anima-2.9B has 40
         fp8="",
         caches_empty_caption=True,
-        sampler=Sampler(empties_cache_first=True),
     ),
     Family(
         name="hunyuan-image",
@@ -362,7 +336,7 @@ FAMILIES: tuple[Family, ...] = (
         fp8="fp8_scaled",
         trains_text_encoders=False,
         assumed="captions of 256 tokens and 128 bytes of quoted text",
-        sampler=Sampler(needs_seed=True),
+        samples_need_seed=True,
     ),
 )
 

@@ -8,6 +8,6 @@ The scripts themselves are unchanged. These modules make the models small:
 - `dataset` draws images with captions;
 - `arguments` and `environment` return the command line and the environment of a run.
 
-`python -m kohya_ext.tiny FAMILY CHECKOUT FOLDER` writes models and tokenizers. The demo and the tests use this package.
-The weights are random, so the trained result is useless, but the training code is real.
+`python -m kohya_ext.tiny FAMILY CHECKOUT FOLDER` writes models and tokenizers. The demo, the tests and dry runs (for their
+tokenizers) use this package. The weights are random, so the trained result is useless, but the training code is real.
 """

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kohya_ext.estimate.compiled import BACKEND, logging_to, traceable
-from kohya_ext.estimate.tracker import Tracker
+from kohya_ext.dry_run.inductor import BACKEND, logging_to, traceable
+from kohya_ext.dry_run.tracker import Tracker
 from tests.cuda import generated_code
 
 pytestmark = pytest.mark.thorough

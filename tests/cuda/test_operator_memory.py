@@ -2,7 +2,7 @@
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kohya_ext.estimate.tracker import Tracker
+from kohya_ext.dry_run.tracker import Tracker
 from tests.cuda import operator_memory
 
 

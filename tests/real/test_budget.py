@@ -9,13 +9,13 @@ torch = pytest.importorskip("torch")
 from kohya_ext.compiling import blocks, configuration  # noqa: E402
 from kohya_ext.compiling.budget import set_budget  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
-from kohya_ext.estimate import activation_budgets, compiled  # noqa: E402
-from kohya_ext.estimate.events import Kind, peak  # noqa: E402
+from kohya_ext.dry_run import activation_budgets, inductor  # noqa: E402
+from kohya_ext.dry_run.events import Kind, peak  # noqa: E402
+from kohya_ext.dry_run.tracker import BACKWARD, FORWARD, Tracker  # noqa: E402
 from kohya_ext.estimate.gpus import FP32  # noqa: E402
 from kohya_ext.estimate.seconds import MEMORY  # noqa: E402
-from kohya_ext.estimate.step import fake_tensors  # noqa: E402
-from kohya_ext.estimate.tracker import BACKWARD, FORWARD, Tracker  # noqa: E402
 from kohya_ext.tiny import environment  # noqa: E402
+from tests.fake_tensors import fake_tensors  # noqa: E402
 
 ROWS, WIDTH = 64, 32
 
@@ -46,8 +46,8 @@ def compile_block(monkeypatch, tmp_path):
 
 def test_costs_of_eager_checkpointed_and_budgeted_blocks(compile_block):
     compile_block()
-    mode = compiled.traceable()
-    with fake_tensors(mode), activation_budgets._collecting(mode) as graphs:
+    mode = inductor.traceable()
+    with fake_tensors(mode), activation_budgets.collecting(mode) as graphs:
         torch.nn.Sequential(Block(), Block(), Block())(torch.randn(ROWS, WIDTH, requires_grad=True))
     (graph,) = graphs
     assert (graph.block, graph.enters, graph.calls) == ("Block", (ROWS, WIDTH), 3)
@@ -65,8 +65,8 @@ def test_costs_of_eager_checkpointed_and_budgeted_blocks(compile_block):
 def test_the_estimated_peak_equals_a_compiled_steps(compile_block, budget, kept, held):
     compile_block()
     set_budget(budget)
-    mode, tracker = compiled.traceable(), Tracker()
-    with fake_tensors(mode), compiled.logging_to(mode, tracker):
+    mode, tracker = inductor.traceable(), Tracker()
+    with fake_tensors(mode), inductor.logging_to(mode, tracker):
         model, x = torch.nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH, requires_grad=True)
         model.requires_grad_(False)  # then backward needs only the input of the activation
         model(x).sum().backward()
@@ -92,8 +92,8 @@ def test_the_estimated_peak_equals_a_compiled_steps(compile_block, budget, kept,
 def test_generated_code_runs_on_fake_tensors(compile_block):
     pytest.importorskip("triton")
     compile_block()
-    mode, tracker = compiled.traceable(), Tracker()
-    with fake_tensors(mode), compiled.logging_to(mode, tracker):
+    mode, tracker = inductor.traceable(), Tracker()
+    with fake_tensors(mode), inductor.logging_to(mode, tracker):
         model, x = Block(), torch.randn(ROWS, WIDTH, requires_grad=True)
         with tracker:
             out = model(x)

@@ -150,9 +150,7 @@ def test_planning_an_unsupported_script_is_an_error_of_one_line(checkout, capsys
     for command, script in [*(("plan", script) for script in others), ("budget", others[0])]:
         assert main([command, "--sd-scripts", str(checkout.path), script, "--resolution", "512", "--vram", "24"]) == 2
         message = capsys.readouterr().err
-        assert message.startswith(
-            f"kohya_ext: error: the memory of {Path(script).name} cannot be estimated; supported scripts: "
-        )
+        assert message.startswith(f"kohya_ext: error: {Path(script).name} has no presets; scripts with presets: ")
         assert message.count("\n") == 1
 
 

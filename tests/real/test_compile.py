@@ -234,7 +234,7 @@ def test_the_demo_compiles_the_repeated_blocks_of_diffusers(images, tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         folders = ["--output_dir", str(folder), "--logging_dir", str(folder), "--report", str(folder / REPORT)]
-        command = [sys.executable, "-m", "kohya_ext.tiny.demo_training", *arguments, *folders, *on]
+        command = [sys.executable, "-m", "kohya_ext.launch.demo_training", *arguments, *folders, *on]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": environment.python_path(SITE)}
         environ |= {"COMPILE_BACKEND": "aot_eager", "SPY_FILE": str(folder / RECORD)}
         subprocess.run(command, env=environ, check=True)

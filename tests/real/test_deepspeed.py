@@ -18,11 +18,11 @@ from tests.real.test_losing_nothing import FULL, LORA, TWO, assert_all_complete,
 from tests.real.test_ranks import end_rank
 
 torch = pytest.importorskip("torch")
-from kohya_ext.estimate import zero  # noqa: E402
-from kohya_ext.estimate.events import Kind  # noqa: E402
-from kohya_ext.estimate.gathered_weights import GatheredWeights  # noqa: E402
-from kohya_ext.estimate.step import fake_tensors  # noqa: E402
-from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
+from kohya_ext.dry_run import zero  # noqa: E402
+from kohya_ext.dry_run.events import Kind  # noqa: E402
+from kohya_ext.dry_run.gathered_weights import GatheredWeights  # noqa: E402
+from kohya_ext.dry_run.tracker import BACKWARD, Tracker  # noqa: E402
+from tests.fake_tensors import fake_tensors  # noqa: E402
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed (it is in the extra test)")
 
@@ -251,22 +251,21 @@ def predicted_bytes(stage, offloads_optimizer, offloads_weights):
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(20)))
         optimizer = torch.optim.AdamW(model.parameters())
         gathered = GatheredWeights(tracker, [model], 2, offloads_weights) if stage == 3 else None
-
-        def run():
-            with tracker.during(BACKWARD):
-                model(torch.randn(1, 1024, dtype=torch.bfloat16)).float().square().mean().backward()
-
-        if gathered is not None:
-            gathered.watch()
-            gathered.record(run)
-            optimizer.zero_grad()
         with tracker:
-            tracker.leave_out(model.parameters()) if gathered else tracker.mark(model.parameters(), Kind.TRAINED_WEIGHT)
+            tracker.mark(model.parameters(), Kind.TRAINED_WEIGHT)
+            if gathered is not None:
+                tracker.offload(model.parameters())
+                gathered.watch()
             divided = zero.divide(division, optimizer, gathered, tracker)
-            divided.create_state()
-            divided.begin()
-            run()
-            divided.end_backward(accumulates=False)
+            for is_last in (False, True):
+                divided.begin()
+                with tracker.during(BACKWARD):
+                    model(torch.randn(1, 1024, dtype=torch.bfloat16)).float().square().mean().backward()
+                divided.end_backward(accumulates=False)
+                if not is_last:
+                    divided.step()
+                    if gathered is not None:
+                        gathered.end_recording()
             kinds = tracker.kinds  # without cuBLAS's workspaces, which CPUs have not
             allocated = sum(event.bytes for event in tracker.events if kinds[event.storage] is not Kind.WORKSPACE)
     host = {name: size for name, size in divided.host.bytes.items() if "pinned" not in name}  # CPUs pin nothing

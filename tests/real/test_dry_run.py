@@ -38,58 +38,57 @@ def read(done):
     return json.loads(done.stdout)
 
 
+LORA = ("sdxl_train_network.py", "--cache_text_encoder_outputs", "--network_train_unet_only")
+
+
 @pytest.mark.newest
 @pytest.mark.thorough
-def test_a_dry_run_of_a_lora_has_the_weights_and_flops_of_the_other_estimate(estimate, checkout, tmp_path):
-    """Which counts some numbers per layer as GPU memory that optimizers keep on the host, at 512 bytes each."""
-    words = ("sdxl_train_network.py", "--cache_text_encoder_outputs", "--network_train_unet_only")
-    dry, other = (read(estimate(checkout, *words, *more)) for more in (("--dry_run",), ()))
-    for name in ("flops", "trainable_parameters", "trained_tensors"):
-        assert dry[name] == other[name]
-    assert dry["parts"]["weights"] == other["parts"]["weights"]
-    assert dry["parts"]["workspaces"] == other["parts"]["workspaces"]
-    assert abs(dry["allocated"] - other["allocated"]) <= 2 * 512 * dry["trained_tensors"]
+def test_the_weights_are_those_of_the_files(estimate, checkout, models, tmp_path):
+    row = read(estimate(checkout, *LORA))
+    assert row["parts"]["weights"] == weights(models("sdxl"))
+    assert row["parts"]["trained weights"] == 4 * row["trainable_parameters"]
+    assert row["trained_tensors"] % 2 == 0, "down and up"
+    assert row["phase_peaks"].keys() >= {"caching text encoder outputs", "forward", "backward", "optimizer step"}
     assert not (tmp_path / "output").exists()
 
 
+def weights(tiny):
+    """Return the bytes of a file's U-Net."""
+    header = read_header(tiny.files["pretrained_model_name_or_path"])
+    return sum(end - begin for name, (begin, end) in header.places.items() if name.startswith("model.diffusion_model."))
+
+
 @pytest.mark.newest
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--selective_torch_compile",),
-        ("--base_precision", "int8"),
-    ],
-)
-def test_8_bits_and_compiled_blocks_are_run_dry(estimate, checkout, more):
-    words = ("sdxl_train_network.py", "--cache_text_encoder_outputs", "--network_train_unet_only", *more)
-    dry, other = (read(estimate(checkout, *words, *way)) for way in (("--dry_run",), ()))
-    assert dry["flops"] == pytest.approx(other["flops"], rel=0.02)
-    assert dry["parts"]["weights"] == pytest.approx(other["parts"]["weights"], abs=2**20)
-    assert dry["allocated"] == pytest.approx(other["allocated"], rel=0.05)
+def test_compiled_blocks_and_8_bits_are_run_dry(estimate, checkout, models):
+    eager, compiled, eight_bits = (
+        read(estimate(checkout, *LORA, *more)) for more in ((), ("--selective_torch_compile",), ("--base_precision", "int8"))
+    )
+    assert compiled["flops"] == pytest.approx(eager["flops"], rel=0.06)  # without products that nothing reads
+    assert eight_bits["flops"] == pytest.approx(eager["flops"], rel=0.02)
+    assert compiled["parts"]["weights"] == eager["parts"]["weights"]
+    assert eight_bits["parts"]["weights"] < 0.7 * eager["parts"]["weights"]
+    assert len({each["allocated"] for each in (eager, compiled, eight_bits)}) == 3
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param("sdxl_train_network.py", marks=pytest.mark.slow),
-        pytest.param("flux_train_network.py", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py"])
 def test_sample_images_are_sampled(estimate, checkout, tmp_path, script):
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("sks --w 512 --h 512")  # as large as all of a tiny model's step
     words = ("--cache_text_encoder_outputs", "--network_train_unet_only", "--sample_prompts", prompts, "--sample_at_first")
-    dry, other = (read(estimate(checkout, script, *words, *way))["phase_peaks"] for way in (("--dry_run",), ()))
-    assert dry["sampling"] == pytest.approx(other["sampling"], rel=0.05)
+    peaks = []
+    for side in (256, 512):
+        prompts.write_text(f"sks --w {side} --h {side}")
+        peaks.append(read(estimate(checkout, script, *words))["phase_peaks"]["sampling"])
+    assert peaks[1] > 1.5 * peaks[0]
 
 
 @pytest.mark.newest
 @pytest.mark.thorough
 @pytest.mark.parametrize("script", ["sdxl_train.py", "sdxl_train_network.py"])
 def test_the_first_of_two_processes_has_buckets_for_its_gradients(estimate, checkout, script):
-    dry = read(estimate(checkout, script, "--num_processes", "2", "--dry_run"))
+    dry = read(estimate(checkout, script, "--num_processes", "2"))
     assert dry["parts"]["communication buffers"] == pytest.approx(4 * dry["trainable_parameters"], rel=0.01)
 
 
@@ -97,11 +96,9 @@ def test_the_first_of_two_processes_has_buckets_for_its_gradients(estimate, chec
 def test_a_script_without_another_estimate_is_estimated_and_then_known(estimate, checkout, models, tmp_path):
     script = "train_textual_inversion.py"
     row = read(estimate(checkout, script))
-    header = read_header(models("sd15").files["pretrained_model_name_or_path"])
-    weights = sum(end - begin for name, (begin, end) in header.places.items() if name.startswith("model.diffusion_model."))
-    assert row["parts"]["weights"] >= weights  # fp32, and the text encoder's
+    assert row["parts"]["weights"] >= weights(models("sd15"))
     assert row["parts"]["trained weights"] == 4 * row["trainable_parameters"]
-    assert row["phase_peaks"].keys() == {"start", "forward", "backward", "optimizer step"}
+    assert row["phase_peaks"].keys() == {"loading", "caching latents", "forward", "backward", "optimizer step"}
     known = estimate(checkout, script)
     assert read(known) == row
     assert "dry run" not in known.stderr  # from the cache, which a start reads, too

@@ -180,9 +180,6 @@ def test_the_peak_can_be_outside_the_step(
     assert output["phase_peaks"][phase] == output["allocated"]
 
 
-CACHED = "--cache_text_encoder_outputs"
-
-
 @pytest.mark.oldest
 @pytest.mark.parametrize(
     ("argv", "named"),
@@ -191,16 +188,6 @@ CACHED = "--cache_text_encoder_outputs"
         (("sdxl_train.py", "--preset", "zero3", "--zero_stage", "0"), "--zero_stage 0 cannot be estimated"),
         (("sdxl_train.py", "--preset", "zero3", "--fused_backward_pass"), "--deepspeed and --fused_backward_pass"),
         (("sdxl_train.py", "--preset", "24gb", "--num_processes", "2"), "several processes and --fused_backward_pass"),
-        pytest.param(
-            ("flux_train.py", "--preset", "24gb", "--cpu_offload_checkpointing"),
-            "a run with --cpu_offload_checkpointing cannot be estimated",
-            marks=pytest.mark.slow,
-        ),
-        (("hunyuan_image_train_network.py", "--resolution", "1024"), "an estimate needs the network"),
-        (
-            ("flux_train_network.py", "--preset", "chroma-lora/base", "--no-network_train_unet_only", CACHED),
-            "cannot train a text encoder of Chroma whose outputs are cached; add --network_train_unet_only",
-        ),
     ],
 )
 def test_an_unsupported_run_is_one_line_and_exit_code_2(

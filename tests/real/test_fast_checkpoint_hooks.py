@@ -8,8 +8,8 @@ from kohya_ext.patches import fast_checkpoint_hooks  # noqa: E402
 from torch.utils import checkpoint as checkpointing  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
-from kohya_ext.estimate.events import Kind, peak  # noqa: E402
-from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
+from kohya_ext.dry_run.events import Kind, peak  # noqa: E402
+from kohya_ext.dry_run.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 

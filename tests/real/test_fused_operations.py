@@ -8,7 +8,7 @@ from kohya_ext.patches import fused_operations, skip_unit_scaling  # noqa: E402
 from torch.utils._pytree import tree_iter  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
-from kohya_ext.estimate import autocast  # noqa: E402
+from kohya_ext.dry_run import autocast  # noqa: E402
 from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.quantization.linear import convert  # noqa: E402

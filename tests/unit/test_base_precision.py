@@ -14,8 +14,8 @@ from kohya_ext.patches import base_precision  # noqa: E402
 
 from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.dry_run import estimation  # noqa: E402
 from kohya_ext.errors import UserError  # noqa: E402
-from kohya_ext.estimate import measurement  # noqa: E402
 from kohya_ext.estimate.memory_config import MemoryConfig  # noqa: E402
 from kohya_ext.patching import training_loop  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
@@ -150,9 +150,10 @@ def test_networks_that_call_their_layers_are_accepted(network):
 
 def test_estimates_refuse_the_same_runs():
     config = MemoryConfig("sdxl_train_network.py", network_module="networks.lora", base_precision="int8")
-    measurement._check_supported(config)
+    command = CommandLine(Path("sdxl_train_network.py"), (), {})
+    estimation._check(command, config)
     with pytest.raises(UserError, match="--base_precision int8: --fp8_base changes the base too"):
-        measurement._check_supported(replace(config, fp8_base=True))
+        estimation._check(command, replace(config, fp8_base=True))
 
 
 @pytest.mark.parametrize("is_leading", [True, False])

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext.estimate.tracker import Allocations  # noqa: E402
+from kohya_ext.dry_run.tracker import Allocations  # noqa: E402
 from kohya_ext.gpu import budget_controller  # noqa: E402
 from kohya_ext.gpu.batch_sizes import image_sizes, largest_batch, pixels_of  # noqa: E402
 from kohya_ext.gpu.budget_controller import Block, BudgetController, Phase  # noqa: E402

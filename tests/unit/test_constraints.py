@@ -34,9 +34,9 @@ ADAFACTOR = {"optimizer_type": "Adafactor", "mixed_precision": "bf16"}
 def test_a_constraint_has_three_readers(script, base, user, change):
     (key,) = change
     values = {**base, **user}
-    problems = [*options._impossible(Path(script), Namespace(**values, **change))]
+    problems = [*options.impossible(Path(script), Namespace(**values, **change))]
     assert any(f"--{key} " in problem for problem in problems), problems
-    assert not [problem for problem in options._impossible(Path(script), Namespace(**base, **change)) if f"--{key} " in problem]
+    assert not [problem for problem in options.impossible(Path(script), Namespace(**base, **change)) if f"--{key} " in problem]
 
     assert key in preset_conflicts.held_back(script, {**base, **change}, user)
     assert key not in preset_conflicts.held_back(script, {**base, **change}, {})
@@ -50,9 +50,9 @@ def test_a_constraint_has_three_readers(script, base, user, change):
 )
 def test_cached_captions_change_with_variants(user):
     base, cache = {"network_train_unet_only": True}, {"cache_text_encoder_outputs": True}
-    (problem,) = options._impossible(Path(LORA), Namespace(**base, **user, **cache))
+    (problem,) = options.impossible(Path(LORA), Namespace(**base, **user, **cache))
     assert "--cached_caption_variants 8" in problem
-    assert not [*options._impossible(Path(LORA), Namespace(**base, **user, **cache), Settings(cached_caption_variants=8))]
+    assert not [*options.impossible(Path(LORA), Namespace(**base, **user, **cache), Settings(cached_caption_variants=8))]
 
     (reason,) = preset_conflicts.held_back(LORA, {**base, **cache}, user).values()
     assert "--cached_caption_variants 8 would keep it" in reason.text

@@ -1,4 +1,4 @@
-"""An 8-bit base on fake tensors: the memory and the work of its kernels, eager and compiled, and of its conversion."""
+"""An 8-bit base on fake tensors: the memory and the work of its kernels, eager and compiled."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from kohya_ext.dry_run.events import Kind
+from kohya_ext.dry_run.inductor import BACKEND, logging_to, traceable
+from kohya_ext.dry_run.tracker import BACKWARD, Tracker
+from kohya_ext.dry_run.triton_kernels import counted_kernels
+from kohya_ext.dry_run.work import Counter
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import eight_bits
-from kohya_ext.estimate.compiled import BACKEND, logging_to, traceable
-from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.gpus import FP8, INT8
 from kohya_ext.estimate.seconds import MEMORY, ROTATION, Work
-from kohya_ext.estimate.step import fake_tensors
-from kohya_ext.estimate.tracker import BACKWARD, Tracker
-from kohya_ext.estimate.triton_kernels import counted_kernels
-from kohya_ext.estimate.work import Counter
 from kohya_ext.quantization import rotation
-from kohya_ext.quantization.linear import KINDS, Linear, convert
+from kohya_ext.quantization.linear import KINDS, convert
+from tests.fake_tensors import fake_tensors
 
 pytest.importorskip("triton")
 
@@ -41,7 +40,6 @@ def logged(precision: str, compiled: bool) -> tuple[list[int], Work]:
         gradient = torch.zeros(ROWS, OUTPUTS, dtype=torch.bfloat16)
         function(x).backward(gradient)  # compiles
         x.grad = None
-        tracker.forget()
         with tracker:
             tracker.mark([x, gradient, *base.parameters(), *base.buffers()], Kind.WEIGHT)
             start = len(tracker.events)
@@ -83,25 +81,8 @@ def test_compiled_layer_has_one_graph_per_pass() -> None:
     assert eager == compiled
 
 
-def test_conversion_leaves_nothing_on_the_gpu() -> None:
-    """The peak is that of the largest part: its copy, or three tensors of its size in fp32."""
-    tracker = Tracker()
-    with fake_tensors(), counted_kernels(eight_bits=True):  # not to leave fake matrices
-        model = torch.nn.Sequential(layer("int8"), torch.nn.Linear(8, 8))
-        with tracker:
-            eight_bits.log_conversion(model, torch.bfloat16, tracker)
-        alive = peak = 0
-        for event in tracker.events:
-            alive += event.bytes
-            peak = max(peak, alive)
-    workspaces = sum(tensor.nbytes for tensor in tracker.workspaces.values())
-    assert alive == workspaces
-    assert 12 * INPUTS * OUTPUTS <= peak - alive <= 13.1 * INPUTS * OUTPUTS
-    assert isinstance(model[0], Linear)
-
-
 def test_an_estimate_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kohya_ext.estimate.triton_kernels.missing_triton", lambda: "Triton is not installed")
+    monkeypatch.setattr("kohya_ext.dry_run.triton_kernels.missing_triton", lambda: "Triton is not installed")
     with (
         pytest.raises(UserError, match="an 8-bit base cannot be estimated: Triton is not installed"),
         counted_kernels(eight_bits=True),

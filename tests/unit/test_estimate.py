@@ -11,7 +11,8 @@ import pytest
 from kohya_ext import console
 from kohya_ext.__main__ import main
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.estimate import cache, measurement, predict
+from kohya_ext.dry_run import estimation
+from kohya_ext.estimate import cache
 from kohya_ext.estimate.memory_config import MemoryConfig, normalized, read
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.planning import tiers
@@ -182,12 +183,12 @@ def test_a_new_estimate_is_announced_on_standard_error(checkout, tmp_path, monke
 
     def measure(*arguments):
         assert stream.written.wait(10), "nothing was reported"
-        return Estimate(**row)
+        return {**row, "passes": []}
 
-    monkeypatch.setattr(measurement, "measure", measure)
+    monkeypatch.setattr(estimation, "measure", measure)
     words = ["estimate", "--sd-scripts", str(checkout), LORA, "--preset", "8gb", "--network_dim", "77", "--json"]
     assert main(words) == 0
-    assert stream.getvalue() == f"kohya_ext: estimating the memory of {LORA} (usually 10 to 60 s) ...\n"
+    assert stream.getvalue() == f"kohya_ext: estimating the memory of {LORA} by a dry run (usually 20 to 60 s) ...\n"
     assert json.loads(capsys.readouterr().out)["reserved"] == row["reserved"]
 
 
@@ -203,7 +204,7 @@ def formula_estimates(monkeypatch):
             config.key(), size, size, size, "forward", {}, {}, 1, 0, {"sd_scripts": "", "torch": "", "kohya_ext": ""}, ""
         )
 
-    monkeypatch.setattr(predict, "estimate", formula)
+    monkeypatch.setattr(estimation, "estimate", formula)
 
 
 def test_unreadable_prompts_are_a_warning(checkout, capsys, tmp_path, formula_estimates):
@@ -267,15 +268,16 @@ def test_the_cache_key_covers_everything_that_changes_an_estimate(checkout, tmp_
 def test_smallest_ratio_that_fits():
     ratios = []
 
-    def ask(ratio):
-        ratios.append(ratio)
-        return Estimate({}, 0, int(10_000 * (1 - ratio)), 0, "", {}, {}, 0, 0, {}, "v0.11")
+    def ask(asked):
+        ratios.extend(asked)
+        return [Estimate({}, 0, int(10_000 * (1 - ratio)), 0, "", {}, {}, 0, 0, {}, "v0.11") for ratio in asked]
 
-    for usable, expected in ((10_000, 0.0), (5_000, 0.5), (4_999, 0.5625), (600, 1.0), (0, 1.0)):
-        ratios.clear()
-        ratio, estimate = smallest_ratio(ask, usable + CONTEXT_BYTES)
-        assert (ratio, estimate.reserved) == (expected, 10_000 * (1 - expected))
-        assert len(ratios) <= 6
+    for together, most in ((1, 6), (2, 8), (4, 12)):
+        for usable, expected in ((10_000, 0.0), (5_000, 0.5), (4_999, 0.5625), (600, 1.0), (0, 1.0)):
+            ratios.clear()
+            ratio, estimate = smallest_ratio(ask, usable + CONTEXT_BYTES, together)
+            assert (ratio, estimate.reserved) == (expected, 10_000 * (1 - expected))
+            assert len(ratios) <= most
     assert smallest_ratio(ask, CONTEXT_BYTES - 1) is None
 
 

@@ -11,6 +11,7 @@ from kohya_ext.patches import selective_torch_compile, skip_unused_gradients
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.settings import Settings
+from kohya_ext.dry_run import stand_ins
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.gpu import attention
 from kohya_ext.preflight import numbers
@@ -24,12 +25,11 @@ def missing(family):
     """Return the places that lack a family of the table."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from kohya_ext.estimate import models
     from kohya_ext.tiny import shrink, weights
 
     folder = family.presets(family.lora)
     places = {
-        "kohya_ext/estimate/models.py BUILDERS": family.name in models.BUILDERS,
+        "kohya_ext/dry_run/headers.json": all(stand_ins.options(kind.title) for kind in family.checkpoints),
         "kohya_ext/tiny/weights.py WRITERS": family.name in weights.WRITERS,
         "kohya_ext/tiny/shrink.py SHRINKERS": family.module in shrink.SHRINKERS,
         "kohya_ext/gpu/attention.py HEADS": family.name in attention.HEADS,
@@ -55,7 +55,7 @@ def test_missing_places_are_named():
         module="library.qwen_image_models",
     )
     assert missing(new) == [
-        "kohya_ext/estimate/models.py BUILDERS",
+        "kohya_ext/dry_run/headers.json",
         "kohya_ext/tiny/weights.py WRITERS",
         "kohya_ext/tiny/shrink.py SHRINKERS",
         "kohya_ext/gpu/attention.py HEADS",
@@ -121,7 +121,7 @@ assert changes["blocks_to_swap"] == 29
 assert preset_conflicts.held_back(row.lora, {"cache_text_encoder_outputs": True}, {"caption_dropout_rate": 0.1})
 assert families.recognize(["transformer.txt_norm.weight"]) == (row, row.checkpoints[0])
 assert "qwen_vl" in models.OTHERS
-wrong = options._impossible(Path(row.lora), Namespace(enable_bucket=True, bucket_reso_steps=8))
+wrong = options.impossible(Path(row.lora), Namespace(enable_bucket=True, bucket_reso_steps=8))
 assert any("multiple of 16" in problem for problem in wrong)
 tiny = checkpoints.locate("qwen-image", Path("tiny"))
 argv = arguments.training_arguments(row.lora, tiny, Path("data"), Path("output"))
@@ -154,10 +154,9 @@ def test_convolution_blocks_are_compiled_only_for_a_memory_budget(budget, compil
 
 def test_other_modules_name_only_families_in_the_table():
     pytest.importorskip("transformers")
-    from kohya_ext.estimate import models
     from kohya_ext.tiny import weights
 
-    names = [*selective_torch_compile.INPUTS, *skip_unused_gradients.REENTRANT, *models.BUILDERS, *weights.WRITERS]
+    names = [*selective_torch_compile.INPUTS, *skip_unused_gradients.REENTRANT, *weights.WRITERS]
     assert set(names) <= set(BY_NAME)
     for name, inputs in selective_torch_compile.INPUTS.items():
         assert set(inputs) == set(BY_NAME[name].blocks.classes)

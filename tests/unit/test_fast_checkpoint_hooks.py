@@ -10,7 +10,7 @@ import torch.utils.checkpoint as checkpointing  # noqa: E402
 from kohya_ext.patches.fast_checkpoint_hooks import PATCH  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
-from kohya_ext.estimate.tracker import Allocations  # noqa: E402
+from kohya_ext.dry_run.tracker import Allocations  # noqa: E402
 
 
 def test_no_tensor_is_alive_after_backward(monkeypatch):

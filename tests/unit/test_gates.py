@@ -9,10 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kohya_ext.estimate.step import fake_tensors  # noqa: E402
-from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
-from kohya_ext.estimate.triton_kernels import counted_kernels  # noqa: E402
+
+from kohya_ext.dry_run.tracker import BACKWARD, Tracker  # noqa: E402
+from kohya_ext.dry_run.triton_kernels import counted_kernels  # noqa: E402
 from kohya_ext.kernels import fused  # noqa: E402
+from tests.fake_tensors import fake_tensors  # noqa: E402
 
 INTERPRETED = """
 import torch

@@ -13,7 +13,7 @@ import torch.utils.checkpoint as checkpointing  # noqa: E402
 from kohya_ext.patches import nonreentrant_checkpointing  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
-from kohya_ext.estimate.tracker import Allocations  # noqa: E402
+from kohya_ext.dry_run.tracker import Allocations  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 

@@ -137,10 +137,10 @@ def test_captions_without_the_trigger_are_counted_and_none_with_it_is_an_error(c
     ],
 )
 def test_runs_without_it_are_refused(script, given, problem):
-    problems = [*options._impossible(Path(script), Namespace(**given), Settings(output_preservation="sks=person"))]
+    problems = [*options.impossible(Path(script), Namespace(**given), Settings(output_preservation="sks=person"))]
     assert [each for each in problems if "output_preservation" in each and (problem is None or problem in each)] == problems[:1]
     assert bool(problems) == (problem is not None)
-    assert not [*options._impossible(Path(script), Namespace(**given), Settings())]
+    assert not [*options.impossible(Path(script), Namespace(**given), Settings())]
 
 
 def test_the_trial_of_speed_stands_aside():

@@ -10,8 +10,9 @@ import pytest
 from kohya_ext import installed_gpus
 from kohya_ext.__main__ import main
 from kohya_ext.config.command_line import CommandLine
+from kohya_ext.dry_run import estimation
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, memory_config, predict
+from kohya_ext.estimate import gpus, memory_config
 from kohya_ext.estimate.result import COMMUNICATION_BYTES, CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Kernels, Work
 from kohya_ext.planning import several_gpus
@@ -50,7 +51,7 @@ def asked(monkeypatch):
             host={"weights": round(host * WEIGHTS)} if host else {},
         )  # fmt: skip
 
-    monkeypatch.setattr(predict, "estimate", formula)
+    monkeypatch.setattr(estimation, "estimate", formula)
     return seen
 
 

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from kohya_ext.estimate.step import fake_tensors  # noqa: E402
-from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
-from kohya_ext.estimate.workspaces import buffer_bytes  # noqa: E402
+from kohya_ext.dry_run.tracker import BACKWARD, Tracker  # noqa: E402
+from kohya_ext.dry_run.workspaces import buffer_bytes  # noqa: E402
+from tests.fake_tensors import fake_tensors  # noqa: E402
 
 USES = 8
 MIB = 2**20

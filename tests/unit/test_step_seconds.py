@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import step_seconds
 from kohya_ext.config.command_line import CommandLine
+from kohya_ext.dry_run.tracker import BACKWARD, STEP, Tracker
+from kohya_ext.dry_run.work import multi_tensor_launches
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, step_time
 from kohya_ext.estimate.gpus import FP8, SIXTEEN_BITS
@@ -29,8 +31,6 @@ from kohya_ext.estimate.seconds import (
     by_kind,
     predict,
 )
-from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
-from kohya_ext.estimate.work import multi_tensor_launches
 from kohya_ext.installed_gpus import InstalledGpu
 from kohya_ext.units import GIB
 
@@ -311,7 +311,7 @@ def test_kernels_are_counted_for_both_files_and_once_for_a_command_that_both_nam
     step_seconds.OUTPUT.write_text("{}", encoding="utf-8")
     checkout = SimpleNamespace(layout=step_seconds.LAYOUT, script=Path)
     monkeypatch.setattr("benchmarks.step_seconds.checkouts.registered", lambda: [checkout])
-    monkeypatch.setattr("benchmarks.step_seconds.predict.estimate", estimate)
+    monkeypatch.setattr("benchmarks.step_seconds.estimation.estimate", estimate)
     step_seconds.count("--network_dim")
     assert counted == [["--network_dim", "4"], ["--network_dim", "8"], ["--network_dim", "16"]]
     assert len(json.loads(step_seconds.OUTPUT.read_text(encoding="utf-8"))) == 3

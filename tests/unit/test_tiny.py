@@ -4,7 +4,7 @@ import pytest
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.arguments import find_problem
-from kohya_ext.tiny import demo_training
+from kohya_ext.launch import demo_training
 
 PRESETS = [name for family, name, _ in preset_files.shipped() if family == "sdxl-lora"]
 

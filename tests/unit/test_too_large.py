@@ -10,7 +10,8 @@ import pytest
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
-from kohya_ext.estimate import measurement, predict
+from kohya_ext.dry_run import estimation
+from kohya_ext.estimate import predict
 from kohya_ext.installed_gpus import InstalledGpu
 from kohya_ext.launch import session
 from kohya_ext.planning import too_large
@@ -96,7 +97,7 @@ def test_start_of_a_run_prints_it_with_the_other_checks(checkout, tmp_path, monk
 
 
 def test_start_makes_no_estimate_and_survives_a_failure(checkout, from_gui, monkeypatch, capsys):
-    monkeypatch.setattr(measurement, "measure", lambda *_: pytest.fail("a new estimate takes 20 seconds"))
+    monkeypatch.setattr(estimation, "measure", lambda *_: pytest.fail("a new estimate takes 20 seconds"))
     monkeypatch.setattr(session, "first_gpu", lambda: RTX_3060)
     session.warn_if_too_large(checkout, *from_gui)
     assert "kohya_ext: warning: this run is predicted to need" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The log of storages: what CUDA's kernels allocate in addition, and the first use of optimizer state."""
+"""The log of storages: what CUDA's kernels allocate in addition."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kohya_ext.estimate.events import Event
-from kohya_ext.estimate.linear import bias_in_place
-from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
+from kohya_ext.dry_run.cuda_operators import bias_in_place
+from kohya_ext.dry_run.tracker import BACKWARD, Tracker
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 256, 64
 BYTES = 2 * BATCH * HEADS * LENGTH * WIDTH
@@ -60,39 +59,6 @@ def test_a_linear_layer_computes_the_same(shape: tuple[int, ...]) -> None:
     with bias_in_place():
         assert torch.allclose(layer(values), expected)
         assert torch.allclose(torch.nn.functional.linear(values, layer.weight), expected - layer.bias)
-
-
-def test_the_first_use_of_state_is_where_the_optimizer_reads_it() -> None:
-    weights = [torch.zeros(4, requires_grad=True) for _ in range(2)]
-    optimizer = torch.optim.AdamW(weights, foreach=True)
-    for weight in weights:
-        weight.grad = torch.ones(4)
-    optimizer.step()
-    with Tracker() as tracker:
-        for weight in weights:
-            tracker.mark((value for value in optimizer.state[weight].values()), STEP)
-        known = [event.storage for event in tracker.events]
-        tracker.expect_first_use(optimizer)
-        before = len(tracker.events)
-        optimizer.step()
-        uses = [event for event in tracker.events[before:] if event.bytes == 0]
-        assert [event.storage for event in uses] == known, "each parameter's, in their order"
-        assert tracker.events[before : before + len(known)] == uses, "before the first kernel"
-        optimizer.step()
-        assert [event for event in tracker.events if event.bytes == 0] == uses
-
-
-def test_state_that_is_never_read_is_used_at_the_end_of_the_step() -> None:
-    weight = torch.zeros(4, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], momentum=0.9)
-    weight.grad = torch.ones(4)
-    optimizer.step()
-    with Tracker() as tracker:
-        tracker.mark([optimizer.state[weight]["momentum_buffer"]], STEP)
-        tracker.expect_first_use(optimizer)
-        tracker.log_unused()
-        tracker.log_unused()
-    assert tracker.events[1:] == [Event(tracker.events[0].storage, 0, tracker.events[1].phase)]
 
 
 def test_operators_that_launch_nothing_are_no_kernels_in_either_count() -> None:

@@ -43,7 +43,7 @@ def _own_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "first_gpu", lambda: here)
     monkeypatch.setattr(installed_gpus, "first_gpu", lambda: here)
     monkeypatch.setattr(tuned, "driver_version", lambda: "580.1")
-    monkeypatch.setattr(alternatives.predict, "estimate", unknown)
+    monkeypatch.setattr(alternatives.estimation, "estimate", unknown)
 
 
 def unknown(checkout, command):
@@ -224,7 +224,7 @@ def search(checkout, monkeypatch, reserved, *argv, may_estimate=lambda: True, on
         return estimate_of(config, reserved(config))
 
     tried = []
-    monkeypatch.setattr(alternatives.predict, "estimate", estimate)
+    monkeypatch.setattr(alternatives.estimation, "estimate", estimate)
     command = CommandLine(checkout.script(LORA), list(argv), {}, has_bf16=True)
     searched = alternatives.Search(checkout, command, 12 * GIB, planning_gpu(), may_estimate, only_faster)
     return searched, searched.run(), tried
@@ -259,7 +259,7 @@ def test_the_search_merges_accumulated_micro_batches(checkout, monkeypatch):
 
 
 def test_a_preset_that_selects_the_model_gets_others_of_it(checkout, monkeypatch):
-    monkeypatch.setattr(alternatives.predict, "estimate", unknown)
+    monkeypatch.setattr(alternatives.estimation, "estimate", unknown)
     command = CommandLine(checkout.script(FLUX), ["--preset", "chroma-lora/16gb"], {}, has_bf16=True)
     candidates = alternatives.Search(checkout, command, 24 * GIB, gpus.named("RTX 4090"), lambda: False, False).run()
     assert candidates

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from kohya_ext.config.preset_files import load
-from kohya_ext.estimate.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, ExpandableAllocator, minimum_reserved
-from kohya_ext.estimate.events import Event, Kind, peak
+from kohya_ext.dry_run.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, ExpandableAllocator, minimum_reserved
+from kohya_ext.dry_run.events import Event, Kind, peak
 from kohya_ext.units import AUTO, gigabytes, label, read_budget, read_card
 
 MIB = 2**20
@@ -126,10 +126,8 @@ def test_gigabytes_are_decimal() -> None:
 def test_private_pools_share_no_segments_and_keep_theirs() -> None:
     allocator = CachingAllocator()
     allocator.replay([Event(0, 40 * MIB, "forward"), Event(0, -40 * MIB, "forward")])
-    allocator.pool = 1
-    allocator.replay([Event(1, 30 * MIB, "forward")])
+    allocator.replay([Event(1, 30 * MIB, "forward", 1)])
     assert allocator.reserved == 70 * MIB
-    allocator.pool = 0
     allocator.free(1)
     allocator.release_unused()
     assert allocator.reserved == 30 * MIB

@@ -1,15 +1,17 @@
-"""The memory of one of several processes: DistributedDataParallel's buckets and DeepSpeed's ZeRO, on small models."""
+"""The memory of one of several processes with DeepSpeed's ZeRO, on small models."""
+
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from kohya_ext.dry_run import gathered_weights, zero, zero_run  # noqa: E402
+from kohya_ext.dry_run.allocator import CachingAllocator  # noqa: E402
+from kohya_ext.dry_run.events import Event, Kind  # noqa: E402
+from kohya_ext.dry_run.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.errors import UserError  # noqa: E402
-from kohya_ext.estimate import gathered_weights, gradient_buckets, zero  # noqa: E402
-from kohya_ext.estimate.allocator import CachingAllocator  # noqa: E402
-from kohya_ext.estimate.events import Event, Kind  # noqa: E402
-from kohya_ext.estimate.memory_config import MemoryConfig  # noqa: E402
-from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
 
 WIDTH, LAYERS = 512, 8
 WEIGHTS = LAYERS * WIDTH**2
@@ -50,26 +52,20 @@ def highest(tracker, kind):
 
 def divided(tracker, layers, stage, processes=2, optimizer=False, weights=False, gathered=None):
     division = zero.Division(stage, processes, optimizer, weights)
-    state = zero.divide(division, torch.optim.AdamW(layers.parameters()), gathered, tracker)
-    state.create_state()
-    return state
+    return zero.divide(division, torch.optim.AdamW(layers.parameters()), gathered, tracker)
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-def test_buckets_hold_a_copy_of_the_gradients_or_the_gradients_themselves(tracker, as_view):
-    layers = model(torch.float32)
+def gathering(tracker, layers, from_host=False):
+    """Return the weights of a model, of which none is on the GPU, after the pass that records their order."""
+    gathered = gathered_weights.GatheredWeights(tracker, [layers], 2, from_host)
+    gathered.watch()
+    backward(layers, tracker)
+    gathered.end_recording()
+    layers.zero_grad()
     with tracker:
-        gradient_buckets.use(gradient_buckets.allocate(layers, tracker), as_view)
-        backward(layers, tracker)
-    assert alive(tracker, Kind.BUCKET) == 4 * WEIGHTS
-    storages = {each.grad.untyped_storage().data_ptr() for each in layers.parameters()}
-    assert len(storages) == (1 if as_view else LAYERS)
-
-
-def test_frozen_modules_have_no_buckets(tracker):
-    with tracker:
-        assert gradient_buckets.allocate(model().requires_grad_(False), tracker) == {}
-    assert alive(tracker, Kind.BUCKET) == 0
+        tracker.mark(layers.parameters(), Kind.WEIGHT)
+        tracker.offload(layers.parameters())
+    return gathered
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -121,12 +117,8 @@ def test_the_offloaded_optimizer_is_in_host_memory(tracker):
 @pytest.mark.parametrize("offloads", [False, True])
 def test_zero_3_divides_weights_too(tracker, offloads):
     layers = model()
-    gathered = gathered_weights.GatheredWeights(tracker, [layers], 2, offloads)
-    gathered.watch()
-    gathered.record(lambda: backward(layers, tracker))
-    layers.zero_grad()
+    gathered = gathering(tracker, layers, offloads)
     with tracker:
-        tracker.leave_out(layers.parameters())
         state = divided(tracker, layers, 3, 2, offloads, offloads, gathered)
         part = WEIGHTS / 2
         assert alive(tracker, Kind.TRAINED_WEIGHT) == (0 if offloads else 2 * part)
@@ -146,11 +138,8 @@ def test_gathered_weights_stay_for_their_next_use(tracker, monkeypatch, distance
     monkeypatch.setattr(gathered_weights, "REUSE_DISTANCE", distance)
     monkeypatch.setattr(gathered_weights, "PREFETCHED", 1)
     layers = model()
-    gathered = gathered_weights.GatheredWeights(tracker, [layers], 2, False)
-    gathered.watch()
-    gathered.record(lambda: backward(layers, tracker))
+    gathered = gathering(tracker, layers)
     with tracker:
-        tracker.leave_out(layers.parameters())
         gathered.begin()
         backward(layers, tracker)
         gathered.end()
@@ -176,6 +165,9 @@ def test_streams_do_not_share_memory_and_return_it_to_the_driver():
 
 
 @pytest.mark.parametrize("changes", [{"zero_stage": 0}, {"zero_stage": 3, "offload_param_device": "nvme"}])
-def test_what_cannot_be_estimated_is_an_error(changes):
+def test_what_cannot_be_estimated_is_an_error(tracker, changes):
+    upstream = SimpleNamespace()
+    zero_run.ZeroRun(tracker, 2)._replace_plugin(upstream)
+    options = {"offload_optimizer_device": None, "offload_param_device": None, "mixed_precision": "bf16"}
     with pytest.raises(UserError, match="cannot be estimated"):
-        zero.division_of(MemoryConfig("sdxl_train.py", deepspeed=True, **changes))
+        upstream.prepare_deepspeed_plugin(Namespace(**{**options, **changes}))

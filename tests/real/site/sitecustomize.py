@@ -62,7 +62,7 @@ def measure_memory(module):
 
     @contextlib.contextmanager
     def accumulate(self, *models):
-        from kohya_ext.estimate.tracker import Allocations
+        from kohya_ext.dry_run.tracker import Allocations
         from kohya_ext.gpu.memory_meter import HostMemoryMeter
 
         meter, record = HostMemoryMeter(), Allocations()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from kohya_ext.estimate import workspaces
-from kohya_ext.estimate.events import RELEASE, Event, Kind
-from kohya_ext.estimate.triton_kernels import MULTIPLY, multiply_flops
-from kohya_ext.estimate.work import Counter, Launcher, computes
+from kohya_ext.dry_run import workspaces
+from kohya_ext.dry_run.events import RELEASE, Event, Kind
+from kohya_ext.dry_run.triton_kernels import MULTIPLY, multiply_flops
+from kohya_ext.dry_run.work import Counter, Launcher, computes
 
 #: The phases of a step.
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
@@ -46,20 +45,6 @@ class _Storage:
 
     number: int
     reference: weakref.ref[Any]
-
-
-class _State(defaultdict[Any, dict[str, Any]]):
-    """An optimizer's state that logs the first use of each parameter's."""
-
-    def __init__(self, tracker: Tracker, state: Mapping[Any, dict[str, Any]]) -> None:
-        super().__init__(dict, state)
-        self._tracker = tracker
-
-    def __getitem__(self, parameter: Any) -> dict[str, Any]:
-        """Return a parameter's state, which the first step creates here."""
-        values = super().__getitem__(parameter)
-        self._tracker.log_use(values.values())
-        return values
 
 
 @dataclass
@@ -86,8 +71,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     workspaces: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
     """cuBLAS's workspaces on each stream: of autograd's thread, which runs the backward pass (True), and of the main thread."""
     _paused: bool = False
-    _unused: dict[int, int] = field(default_factory=dict)
-    """Optimizer state that the step has not used yet: key of a storage -> its number."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -119,13 +102,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         for tensor in tensors:
             self.kinds[self._record(tensor, kind)] = kind
 
-    def leave_out(self, tensors: Iterable[Any]) -> None:
-        """Log nothing for new tensors and their views: they are in host memory."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._live[id(storage)] = _Storage(len(self.kinds), weakref.ref(storage))
-            self.kinds.append(Kind.TEMPORARY)
-
     def offload(self, tensors: Iterable[Any]) -> None:
         """Log tensors as freed now: they are in host memory from here on."""
         for tensor in tensors:
@@ -133,12 +109,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             number = self._live[id(storage)].number
             self.events.append(Event(number, -storage.nbytes(), self.phase))
             self._live[id(storage)] = _Storage(number, weakref.ref(storage))
-
-    def forget(self) -> None:
-        """Drop everything logged so far. Compiled code logs its buffers outside this mode, too."""
-        self.events.clear()
-        self.kinds.clear()
-        self._live.clear()
 
     def release_unused(self) -> None:
         """Log that unused segments return to the driver now."""
@@ -149,18 +119,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         for storage in self._live.values():
             if self.kinds[storage.number] is Kind.TEMPORARY:
                 self.kinds[storage.number] = Kind.ACTIVATION
-
-    def compact(self, first: int = 0, offloaded: Iterable[Any] = ()) -> int:
-        """Drop the events of freed storages after the ``first`` events; return the number of events left.
-
-        The storages of the tensors in ``offloaded`` are dropped too, since they are not in GPU memory.
-        """
-        dropped = {self._live[id(tensor.untyped_storage())].number for tensor in offloaded}
-        dropped |= {event.storage for event in self.events if event.bytes < 0}
-        alive = {storage.number for storage in self._live.values()} - dropped
-        after = (event for event in self.events[first:] if event.bytes > 0 and event.storage in alive)
-        self.events[first:] = sorted(after, key=lambda event: event.storage)
-        return len(self.events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and log the storages it returns for the first time."""
@@ -185,33 +143,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self._record(self.workspaces[handle], Kind.WORKSPACE)
         return result
 
-    def expect_first_use(self, optimizer: Any, offloaded: Iterable[Any] = ()) -> None:
-        """Log the first use of an optimizer's state from now on, but of ``offloaded``: when it reads a parameter's."""
-        optimizer.state = _State(self, optimizer.state)
-        elsewhere = {id(tensor.untyped_storage()) for tensor in offloaded}
-        values = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
-        self.expect_use(value for value in values if id(value.untyped_storage()) not in elsewhere)
-
-    def expect_use(self, tensors: Iterable[Any]) -> None:
-        """Log the first use of tensors from now on, at the latest in :meth:`log_unused`."""
-        keys = (id(tensor.untyped_storage()) for tensor in tensors)
-        self._unused |= {key: self._live[key].number for key in keys if key in self._live}
-
-    def log_use(self, tensors: Iterable[Any]) -> None:
-        """Log the first use of a parameter's state, if this is it."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                self._use(id(tensor.untyped_storage()))
-
-    def log_unused(self) -> None:
-        """Log the first use of all expected tensors that have none yet."""
-        for key in [*self._unused]:
-            self._use(key)
-
-    def _use(self, key: int) -> None:
-        if (number := self._unused.pop(key, None)) is not None:
-            self.events.append(Event(number, 0, self.phase))
-
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Return True, as FakeTensorMode does: dynamo traces below it."""
@@ -231,11 +162,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         for value in (values,) if isinstance(values, torch.Tensor) else tree_iter(values):
             if isinstance(value, torch.Tensor):
                 self._record(value, kind)
-
-    def numbers(self, values: Any) -> list[int]:
-        """Return the numbers of the storages of some values that are in the log."""
-        storages = [value.untyped_storage() for value in tree_iter(values) if isinstance(value, torch.Tensor)]
-        return [self._live[id(storage)].number for storage in storages if id(storage) in self._live]
 
     def _kind_of(self, func: Any, args: Any) -> Kind:
         if self.phase == BACKWARD:
@@ -296,7 +222,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self._live[id(storage)] = _Storage(known.number, weakref.ref(storage, freed))
 
     def _freed(self, key: int, number: int, size: int, reference: Any) -> None:
-        self._use(key)  # state that is replaced unread
         if self._live.get(key) is not None and self._live[key].number == number:
             del self._live[key]
         if size:

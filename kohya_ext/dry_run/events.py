@@ -34,10 +34,7 @@ RELEASE = "release"
 
 
 class Event(NamedTuple):
-    """An allocation (``bytes`` > 0) or a free (< 0) of a storage.
-
-    0 marks the first use of optimizer state in a step. In the phase :data:`RELEASE` the event is about no storage.
-    """
+    """An allocation (``bytes`` > 0) or a free (< 0) of a storage. In the phase :data:`RELEASE` it is about no storage."""
 
     storage: int
     bytes: int
@@ -56,13 +53,13 @@ class Peak:
     """Bytes by kind at the peak; they add up to ``bytes``."""
 
 
-def peak(events: Sequence[Event], kinds: Sequence[Kind]) -> Peak:
-    """Return the peak of a log. ``kinds[number]`` is the kind of a storage."""
+def peak(events: Sequence[Event], kinds: Sequence[Kind], phase: str | None = None) -> Peak:
+    """Return the peak of a log, or of one phase of it. ``kinds[number]`` is the kind of a storage."""
     alive = highest = 0
     at = -1
     for index, event in enumerate(events):
         alive += event.bytes
-        if alive > highest:
+        if alive > highest and phase in (None, event.phase):
             highest, at = alive, index
     parts: Counter[Kind] = Counter()
     for event in events[: at + 1]:

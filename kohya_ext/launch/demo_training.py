@@ -1,4 +1,4 @@
-"""Train a LoRA without sd-scripts, for a demo where it is unavailable: ``python -m kohya_ext.tiny.demo_training``.
+"""Train a LoRA without sd-scripts, for a demo where it is unavailable: ``python -m kohya_ext.launch.demo_training``.
 
 The model is a tiny random U-Net and text encoder with SDXL's structure, from diffusers and transformers, with LoRA layers
 on its attention. Options, presets and patches work as in sd-scripts. It learns to predict noise on very small images instead
@@ -33,7 +33,7 @@ POOLED = 32
 
 def setup_parser() -> argparse.ArgumentParser:
     """Return a parser for the options of this loop, named as in sd-scripts."""
-    parser = argparse.ArgumentParser(prog="python -m kohya_ext.tiny.demo_training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kohya_ext.launch.demo_training", description=__doc__)
     for name in ("train_data_dir", "output_dir", "output_name", "logging_dir"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--max_train_steps", type=int, default=60)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kohya_ext.estimate import workspaces
+from kohya_ext.dry_run import workspaces
 from kohya_ext.patching.attributes import replaced
 
 _aten = torch.ops.aten

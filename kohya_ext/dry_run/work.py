@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from kohya_ext.dry_run.triton_kernels import lora_flops, rotation_flops
 from kohya_ext.estimate.gpus import FP8, FP32, INT8, SIXTEEN_BITS
 from kohya_ext.estimate.seconds import ATTENTION, CONVOLUTION, MASKED_ATTENTION, MEMORY, ROTATION, Kernels, Work
-from kohya_ext.estimate.triton_kernels import lora_flops, rotation_flops
 
 _aten = torch.ops.aten
 

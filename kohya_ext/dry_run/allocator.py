@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kohya_ext.estimate.events import RELEASE, Event
+from kohya_ext.dry_run.events import RELEASE, Event
 
 _KIB, _MIB = 2**10, 2**20
 #: Every size is a multiple of this.
@@ -53,28 +53,30 @@ class CachingAllocator:
     reserved: int = 0
     """Bytes in segments, ``torch.cuda.memory_reserved``."""
     most_reserved: int = 0
-    """The most bytes in segments since :meth:`forget_peaks`, ``torch.cuda.max_memory_reserved``."""
+    """The most bytes in segments, ``torch.cuda.max_memory_reserved``."""
     allocated: int = 0
     """Bytes in blocks that are in use, ``torch.cuda.memory_allocated``: tensors with what the allocator rounds up."""
     peaks: dict[str, int] = field(default_factory=dict)
-    """Most bytes allocated in each phase since :meth:`forget_peaks`, in order of the phases."""
-    pool: int = 0
-    """The pool that tensors are allocated in. Private pools, of CUDA graphs, are above 0 and keep their segments. Pools of
-    streams are 0 and below."""
+    """Most bytes allocated in each phase, in order of the phases."""
+    fullest: str = ""
+    """The phase in which the reserve reached :attr:`most_reserved`."""
     _free: defaultdict[tuple[int, bool], list[_Row]] = field(default_factory=lambda: defaultdict(list))
     _used: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
 
-    def allocate(self, storage: int, size: int, stream: int = 0) -> None:
-        """Assign a block to a storage of ``size`` bytes. Raises MemoryError beyond the limit."""
+    def allocate(self, storage: int, size: int, pool: int = 0) -> None:
+        """Assign a block to a storage of ``size`` bytes. Raises MemoryError beyond the limit.
+
+        Private pools, of CUDA graphs, are above 0 and keep their segments. Pools of streams are 0 and below.
+        """
         size = -(-max(size, 1) // MIN_BLOCK) * MIN_BLOCK
-        pool = self.pool or stream, size <= SMALL
-        free = self._free[pool]
+        key = pool, size <= SMALL
+        free = self._free[key]
         index = self._best_fit(free, size)
-        block = free.pop(index)[2] if index < len(free) else self._new(size, pool)
+        block = free.pop(index)[2] if index < len(free) else self._new(size, key)
         block.free = False
         rest = block.size - size
-        if self._splits(rest, pool[1]):
+        if self._splits(rest, key[1]):
             self._put_back(_split(block, size))
         self._used[storage] = block
         self.allocated += block.size
@@ -85,10 +87,6 @@ class CachingAllocator:
         self.allocated -= block.size
         self._merge(block)
 
-    def holds(self, storage: int) -> bool:
-        """Return whether a storage has a block."""
-        return storage in self._used
-
     def replay(self, events: Iterable[Event]) -> None:
         """Replay a log of events."""
         for event in events:
@@ -96,27 +94,12 @@ class CachingAllocator:
                 self.release_unused()
                 continue
             if event.bytes > 0:
+                before = self.most_reserved
                 self.allocate(event.storage, event.bytes, event.pool)
+                self.fullest = event.phase if self.most_reserved > before else self.fullest
             elif event.bytes < 0:
                 self.free(event.storage)
             self.peaks[event.phase] = max(self.peaks.get(event.phase, 0), self.allocated)
-
-    def forget_peaks(self) -> None:
-        """Measure peaks from now on: ``torch.cuda.reset_peak_memory_stats``."""
-        self.peaks.clear()
-        self.most_reserved = self.reserved
-
-    def keep(self, storages: Collection[int]) -> None:
-        """Free all storages but these."""
-        for storage in self._used.keys() - {*storages}:
-            self.free(storage)
-
-    def drop(self, pool: int) -> None:
-        """Free all storages in a private pool, and return its segments."""
-        for storage in [storage for storage, block in self._used.items() if block.pool[0] == pool]:
-            self.free(storage)
-        for each in [each for each in self._free if each[0] == pool]:
-            self.reserved -= sum(size for size, _, _ in self._free.pop(each))
 
     def _best_fit(self, free: Sequence[_Row], size: int) -> int:
         """Return the place of the smallest free block that is large enough; the number of blocks if there is none."""
@@ -215,12 +198,6 @@ class ExpandableAllocator(CachingAllocator):
             del ranges[place]
         block.mapped = True
         return self._merge(block)
-
-    def drop(self, pool: int) -> None:
-        """Free all storages in a private pool, and return its pages."""
-        super().drop(pool)
-        for each in [each for each in self._unmapped if each[0] == pool]:
-            del self._unmapped[each]
 
     def release_unused(self) -> None:
         """Return the unused pages to the driver."""

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kohya_ext.errors import UserError
-from kohya_ext.estimate.events import Kind
-from kohya_ext.estimate.gathered_weights import GatheredWeights
-from kohya_ext.estimate.memory_config import MemoryConfig
-from kohya_ext.estimate.tracker import Tracker
+from kohya_ext.dry_run.events import Kind
+from kohya_ext.dry_run.gathered_weights import GatheredWeights
+from kohya_ext.dry_run.tracker import Tracker
 
 #: Elements of the bucket that gradients are reduced in (``reduce_bucket_size``).
 REDUCE_BUCKET = 500_000_000
@@ -28,7 +26,7 @@ REDUCE_BUCKET = 500_000_000
 #: Elements of one process that the optimizer steps together in ZeRO-3 (``sub_group_size``).
 SUB_GROUP = 1_000_000_000
 
-#: The pool of the stream that reduces gradients in ZeRO-3; see :class:`kohya_ext.estimate.events.Event`.
+#: The pool of the stream that reduces gradients in ZeRO-3; see :class:`kohya_ext.dry_run.events.Event`.
 REDUCING = -2
 
 #: Processes get equal parts of the weights, each aligned for NCCL (``nccl_start_alignment_factor``).
@@ -95,7 +93,7 @@ class DividedGradients:
             self._flatten(group)
         if division.offloads_optimizer:
             largest = max((weight for weights in self.groups for weight in weights), key=lambda weight: weight.numel())
-            self._on_its_way = torch.empty(largest.numel(), dtype=largest.dtype)
+            self._on_its_way = torch.empty(largest.numel(), dtype=largest.dtype, device=tracker.device)
             tracker.mark([self._on_its_way], Kind.BUCKET)
             self.host.add("gradients", self._on_its_way.nbytes)
         for weights in self.groups:
@@ -109,7 +107,7 @@ class DividedGradients:
         self.groups.append(weights)
         elements = sum(weight.numel() for weight in weights)
         step = ALIGNMENT * self.division.processes
-        flat = torch.empty(-(-elements // step) * step, dtype=weights[0].dtype)
+        flat = torch.empty(-(-elements // step) * step, dtype=weights[0].dtype, device=self.tracker.device)
         self.tracker.mark([flat], Kind.TRAINED_WEIGHT)
         size = flat.numel() // self.division.processes
         offset = 0
@@ -139,15 +137,6 @@ class DividedGradients:
         self._parts.append(part)
         group["params"] = [part]
 
-    def create_state(self) -> None:
-        """Step once, which creates the optimizer's state."""
-        create_state(self.optimizer, self.division, self.tracker, self.host)
-
-    @property
-    def state(self) -> Mapping[Any, Mapping[str, Any]]:
-        """The optimizer's state on the GPU."""
-        return {} if self.division.offloads_optimizer else self.optimizer.state
-
     def begin(self) -> None:
         """Begin a pass."""
 
@@ -157,7 +146,7 @@ class DividedGradients:
         """Take over a gradient that is complete."""
         self.tracker.mark([weight.grad], Kind.GRADIENT)
         if self._bucket is None:
-            self._bucket = torch.empty(REDUCE_BUCKET, dtype=weight.dtype)
+            self._bucket = torch.empty(REDUCE_BUCKET, dtype=weight.dtype, device=weight.device)
             self.tracker.mark([self._bucket], Kind.BUCKET)
         if self.division.stage == 1:
             self._waiting.append(weight)
@@ -191,7 +180,7 @@ class DividedGradients:
 
     def _keep(self, weight: Any) -> None:
         if self._reduced is None:
-            self._reduced = torch.empty(sum(each.numel() for each in self.own), dtype=weight.dtype)
+            self._reduced = torch.empty(sum(each.numel() for each in self.own), dtype=weight.dtype, device=weight.device)
             self.tracker.mark([self._reduced], Kind.GRADIENT)
             self._offset = 0
         place = self._reduced.narrow(0, self._offset, weight.numel()).view(weight.shape)
@@ -223,6 +212,7 @@ class DividedGradients:
     def step(self) -> None:
         """Step this process's part; the others' arrive in the same memory."""
         if self.division.offloads_optimizer:
+            step_on_host(self.optimizer, self.tracker, self.host)
             return
         for index in range(len(self._gradients)):  # no variable may keep a gradient
             torch.linalg.vector_norm(self._gradients[index].to(torch.float64))
@@ -261,15 +251,17 @@ class DividedWeights:
                 if division.offloads_optimizer:
                     part = self._on_host(size)
                 else:
-                    converted = torch.empty(size)  # replaces the one before, and is copied
+                    converted = torch.empty(size, device=tracker.device)  # replaces the one before, and is copied
                     part = torch.nn.Parameter(converted.clone())
                     tracker.mark([part], Kind.MASTER_WEIGHT)
                 group["params"].append(part)
                 parts.append(part)
         del converted
         if not division.offloads_optimizer:
-            torch.zeros(max(part.numel() for part in parts))  # first fp32 gradients, which DeepSpeed drops
-        self._bucket = torch.empty(REDUCE_BUCKET, dtype=self._dtype)
+            torch.zeros(
+                max(part.numel() for part in parts), device=tracker.device
+            )  # first fp32 gradients, which DeepSpeed drops
+        self._bucket = torch.empty(REDUCE_BUCKET, dtype=self._dtype, device=tracker.device)
         tracker.mark([self._bucket], Kind.BUCKET)
         self._gradients = self._gradients_of(sum(part.numel() for part in parts))
         for weights in trained:
@@ -281,8 +273,9 @@ class DividedWeights:
         frozen = [weight for weight in self.gathered.all_weights if not weight.requires_grad]
         sizes = {weight: self.division.part(weight.numel()) for weight in (*itertools.chain(*trained), *frozen)}
         if not self.division.offloads_weights:
-            yield torch.empty(sum(sizes[weight] for weights in trained for weight in weights), dtype=self._dtype)
-            yield from (torch.empty(sizes[weight], dtype=weight.dtype) for weight in frozen)
+            elements = sum(sizes[weight] for weights in trained for weight in weights)
+            yield torch.empty(elements, dtype=self._dtype, device=self.tracker.device)
+            yield from (torch.empty(sizes[weight], dtype=weight.dtype, device=self.tracker.device) for weight in frozen)
             return
         # Each part is pinned by itself first. Later the trained ones of a group are together.
         pinned = [sizes[weight] * weight.itemsize for weight in sizes]
@@ -316,18 +309,9 @@ class DividedWeights:
         if self.division.offloads_optimizer:
             self.host.add("gradients", elements * self._dtype.itemsize)
             return None
-        gradients = torch.empty(elements, dtype=self._dtype)
+        gradients = torch.empty(elements, dtype=self._dtype, device=self.tracker.device)
         self.tracker.mark([gradients], Kind.GRADIENT)
         return gradients
-
-    def create_state(self) -> None:
-        """Step once, which creates the optimizer's state."""
-        create_state(self.optimizer, self.division, self.tracker, self.host)
-
-    @property
-    def state(self) -> Mapping[Any, Mapping[str, Any]]:
-        """The optimizer's state on the GPU."""
-        return {} if self.division.offloads_optimizer else self.optimizer.state
 
     def begin(self) -> None:
         """Begin a pass."""
@@ -365,7 +349,9 @@ class DividedWeights:
     def step(self) -> None:
         """Step this process's parts."""
         self.gathered.end()
-        if self._gradients is not None:
+        if self._gradients is None:
+            step_on_host(self.optimizer, self.tracker, self.host)
+        else:
             self._step_on_gpu(self._gradients)
         self.gathered.keep_small()
 
@@ -388,29 +374,14 @@ class DividedWeights:
         self.optimizer.param_groups = groups
 
 
-def create_state(optimizer: Any, division: Division, tracker: Tracker, host: HostMemory) -> None:
-    """Let an optimizer of divided weights step once, which creates its state on the GPU or in host memory."""
-    parts = [part for group in optimizer.param_groups for part in group["params"]]
-    if not division.offloads_optimizer:
-        for part in parts:
-            part.grad = torch.empty_like(part)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+def step_on_host(optimizer: Any, tracker: Tracker, host: HostMemory) -> None:
+    """Count the state in host memory that the first step of an optimizer there creates."""
+    if optimizer.state:
         return
     with tracker.paused():
         optimizer.step()
     for state in optimizer.state.values():
         host.add("optimizer state", sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor)), pinned=False)
-
-
-def division_of(config: MemoryConfig) -> Division:
-    """Return how a run divides its state. Raises UserError for what cannot be estimated."""
-    devices = (config.offload_optimizer_device, config.offload_param_device)
-    if "nvme" in devices:
-        raise UserError("offloading to nvme cannot be estimated; use cpu")
-    if config.zero_stage == 0:
-        raise UserError("--zero_stage 0 cannot be estimated; use 1, 2 or 3, or remove --deepspeed")
-    return Division(config.zero_stage, config.num_processes or 1, *(device is not None for device in devices))
 
 
 #: The state of training of one process.

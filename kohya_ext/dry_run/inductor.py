@@ -1,7 +1,7 @@
 """Memory of compiled blocks on fake tensors: inductor's own code, run with kernels that do nothing.
 
 Dynamo traces the blocks as ``--selective_torch_compile`` compiles them, and inductor generates the code that it would run on
-an RTX 4090 (:mod:`kohya_ext.estimate.fake_gpu`): it partitions, fuses and reorders, and decides which buffers exist, when they
+an RTX 4090 (:mod:`inductor_gpu`): it partitions, fuses and reorders, and decides which buffers exist, when they
 are freed and which are written in place. The code then runs on fake tensors of the CPU. Its Triton kernels are never compiled.
 """
 
@@ -23,11 +23,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kohya_ext.console import silent
+from kohya_ext.dry_run import inductor_gpu
+from kohya_ext.dry_run.events import Kind
+from kohya_ext.dry_run.tracker import BACKWARD, Tracker
+from kohya_ext.dry_run.work import Launcher
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import fake_gpu
-from kohya_ext.estimate.events import Kind
-from kohya_ext.estimate.tracker import BACKWARD, Tracker
-from kohya_ext.estimate.work import Launcher
 from kohya_ext.patching.attributes import replaced
 
 #: The backend's name for torch.compile.
@@ -97,7 +97,7 @@ def logging_to(
         improved = improve(traced, *args, **kwargs) or traced  # torch 2.6 improves it in place and returns nothing
         lowering.enter_context(on_gpu())
         with _disable_current_modes():
-            fake_gpu.move(improved, mode)
+            inductor_gpu.move(improved, mode)
         return improved
 
     def inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def logging_to(
             return compile_inner(graph_module, given, **kwargs)
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Any:
-        with _recorded(failures), tracing_in(mode), fake_gpu.present(), ExitStack() as lowering:
+        with _recorded(failures), tracing_in(mode), inductor_gpu.present(), ExitStack() as lowering:
             moving = partial(improve_and_move, lowering)
             with replaced(inductor, "_recursive_joint_graph_passes", moving):
                 return inductor.compile_fx(traced, inputs, inner_compile=inner)
@@ -155,7 +155,7 @@ def _generating(load: Callable[[str], Any]) -> Iterator[None]:
         stack.enter_context(config.patch({"compile_threads": 1, "force_disable_caches": True}))
         # It asks for a GPU's driver.
         stack.enter_context(replaced(kernels, "triton_hash_with_backend", lambda: ""))
-        stack.enter_context(fake_gpu.present())
+        stack.enter_context(inductor_gpu.present())
         stack.enter_context(replaced(PyCodeCache, "load_by_key_path", classmethod(load_by_key_path)))
         stack.enter_context(replaced(AsyncCompile, "triton", lambda _, __, source, *___, **____: _Kernel(source)))
         yield

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kohya_ext.dry_run import tracker
 from kohya_ext.dry_run.device import GPU, device_for_cpp, fake_tensors, in_compiled, is_creating_on_gpu, is_on_gpu, routed
-from kohya_ext.estimate import tracker
-from kohya_ext.estimate.events import Kind
+from kohya_ext.dry_run.events import Kind
+from kohya_ext.dry_run.tensor_values import Assumptions
+from kohya_ext.dry_run.tracker import DEVICE
+from kohya_ext.dry_run.work import Counter
 from kohya_ext.estimate.seconds import Work
-from kohya_ext.estimate.tensor_values import Assumptions
-from kohya_ext.estimate.tracker import DEVICE
-from kohya_ext.estimate.work import Counter
 
 _aten = torch.ops.aten
 
@@ -56,6 +56,8 @@ class GpuTracker(tracker.Tracker):
     returned: int = 0
     """The same to the host."""
     recorded_kernels: int = 0
+    _crosses: bool = False
+    """Whether the operator that runs copies between GPU and host, which takes the bus and no kernel."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +66,7 @@ class GpuTracker(tracker.Tracker):
     __hash__ = tracker.Tracker.__hash__
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._crosses = False
         if in_compiled():  # results outside of it are on another device
             return func(*args, **kwargs)
         kwargs = routed(func, args, kwargs)
@@ -98,8 +101,13 @@ class GpuTracker(tracker.Tracker):
     def _kind_of(self, func: Any, args: Any) -> Kind:
         return Kind.BUCKET if is_creating_on_gpu() else super()._kind_of(func, args)
 
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if not self._crosses:
+            super()._count(func, args, kwargs, result)
+
     def _count_copy(self, source: Any, to_gpu: bool) -> None:
-        if to_gpu != is_on_gpu(source):
+        self._crosses = to_gpu != is_on_gpu(source)
+        if self._crosses:
             self.copied += source.nbytes if to_gpu else 0
             self.returned += 0 if to_gpu else source.nbytes
 

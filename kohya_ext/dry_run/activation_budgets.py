@@ -7,9 +7,8 @@ partitioner splits each traced graph once for every budget, and both halves run 
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,11 +16,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kohya_ext.estimate.compiled import registered_backend, traceable, tracing_in
-from kohya_ext.estimate.memory_config import MemoryConfig
-from kohya_ext.estimate.step import configure, fake_tensors, forward, prepare
-from kohya_ext.estimate.tracker import Tracker
-from kohya_ext.patching.types import NetworkTrainer
+from kohya_ext.dry_run.device import device_for_cpp
+from kohya_ext.dry_run.inductor import registered_backend, tracing_in
+from kohya_ext.dry_run.tracker import DEVICE, Tracker
 
 #: The backend's name for torch.compile.
 BACKEND = "kohya_ext_budgets"
@@ -64,28 +61,21 @@ class Graph:
     budgets: dict[float, Cost] = field(default_factory=dict)
 
 
+def from_row(row: Mapping[str, Any]) -> Graph:
+    """Return a graph from its fields as JSON has them."""
+    budgets = {float(budget): Cost(**cost) for budget, cost in row["budgets"].items()}
+    costs = {name: Cost(**row[name]) for name in ("eager", "checkpointed")}
+    return Graph(**{**row, **costs, "enters": tuple(row["enters"]), "budgets": budgets})
+
+
 def total(graphs: Iterable[Graph], cost: Callable[[Graph], Cost]) -> Cost:
     """Return the sum of a cost over all blocks."""
     return sum((cost(graph) * graph.calls for graph in graphs), NOTHING)
 
 
-def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> list[Graph]:
-    """Run one forward of the script's step with its blocks compiled, and return their graphs.
-
-    ``config`` is normalized and without checkpointing; the run's settings must compile the blocks.
-    """
-    configure(config, arguments, trainer)
-    mode = traceable()
-    with fake_tensors(mode) as assumptions, _collecting(mode) as graphs:
-        training = prepare(config, arguments, trainer)
-        assumptions.integer = training.models.caption_tokens
-        forward(training)
-    return graphs
-
-
 @contextmanager
-def _collecting(mode: Any) -> Iterator[list[Graph]]:
-    """Register the backend inside the block; yield the list that it appends its graphs to."""
+def collecting(mode: Any, running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[list[Graph]]:
+    """Register the backend inside the block; yield the list that it appends its graphs to. They run inside of ``running``."""
     graphs: list[Graph] = []
     seen: dict[str, int] = {}
 
@@ -93,7 +83,7 @@ def _collecting(mode: Any) -> Iterator[list[Graph]]:
         graph = Graph(_newest_class(seen), _largest(inputs))
         graphs.append(graph)
         with tracing_in(mode):
-            graph.budgets = _partition(traced, inputs)
+            graph.budgets = _partition(traced, [_on_cpu(value, mode) for value in inputs])
 
         def run(*given: Any) -> Any:
             if not graph.calls:
@@ -104,10 +94,22 @@ def _collecting(mode: Any) -> Iterator[list[Graph]]:
             graph.calls += 1
             return traced(*given)
 
-        return run
+        def run_as_uncompiled(*given: Any) -> Any:
+            with running():
+                return run(*given)
+
+        return run_as_uncompiled
 
     with registered_backend(BACKEND, compile_graph):
         yield graphs
+
+
+def _on_cpu(value: Any, mode: Any) -> Any:
+    """Return a tensor of the CPU in place of one of a GPU, which C++ takes for the CPU's."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).requires_grad_(value.requires_grad)
 
 
 def _newest_class(seen: dict[str, int]) -> str:
@@ -122,6 +124,15 @@ def _newest_class(seen: dict[str, int]) -> str:
 def _largest(inputs: Sequence[Any]) -> tuple[int, ...]:
     tensors = [value for value in inputs if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)]
     return tuple(max(tensors, key=lambda tensor: tensor.numel()).shape) if tensors else ()
+
+
+class _Flops(Tracker):
+    """Answers C++ as dry runs do when it asks for a device: autocast leaves tensors of other devices as they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return device_for_cpp(args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 # --- costs -----------------------------------------------------------------------------------------------------------
@@ -160,7 +171,7 @@ def _partition(traced: Any, inputs: Sequence[Any]) -> dict[float, Cost]:
 
 def _cost(forward_half: Any, backward_half: Any, outputs: int) -> Cost:
     inputs = _placeholders(forward_half)
-    with Tracker() as tracker:
+    with _Flops() as tracker:
         results = forward_half(*inputs)
         size = _bytes_without(results[outputs:], inputs, results[:outputs])
         backward_half(*_placeholders(backward_half))
@@ -178,7 +189,7 @@ def _eager(function: Callable[..., Any], given: Sequence[Any]) -> Cost:
         saved.append(tensor)
         return tensor
 
-    with Tracker() as tracker, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with _Flops() as tracker, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         results = function(*given)
         size = _bytes_without(saved, given, results)
         outputs = [value for value in results if isinstance(value, torch.Tensor) and value.requires_grad]

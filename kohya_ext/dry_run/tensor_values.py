@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kohya_ext.estimate.tracker import DEVICE
+from kohya_ext.dry_run.tracker import DEVICE
 
 _META = torch.device("meta")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from kohya_ext.estimate.events import Kind
-from kohya_ext.estimate.tracker import Tracker
+from kohya_ext.dry_run.events import Kind
+from kohya_ext.dry_run.tracker import Tracker
 
 #: Weights of as few elements stay on every GPU (``stage3_param_persistence_threshold``).
 PERSISTENT = 100_000
@@ -28,7 +28,7 @@ MOST_LIVE = 1_000_000_000
 #: Elements of the modules until its next use within which a weight stays (``stage3_max_reuse_distance``).
 REUSE_DISTANCE = 1_000_000_000
 
-#: The pool of the stream that gathers; see :class:`kohya_ext.estimate.events.Event`.
+#: The pool of the stream that gathers; see :class:`kohya_ext.dry_run.events.Event`.
 GATHERING = -1
 
 
@@ -97,9 +97,8 @@ class GatheredWeights:
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
-    def record(self, run: Callable[[], None]) -> None:
-        """Record the modules of a pass."""
-        run()
+    def end_recording(self) -> None:
+        """Gather weights from now on: the modules of the first pass are recorded."""
         self._is_recorded = True
 
     # --- a pass ------------------------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ class GatheredWeights:
                     self._live[each] = self._new(each.numel(), each)
 
     def _new(self, elements: int, weight: Any) -> torch.Tensor:
-        tensor = torch.empty(elements, dtype=weight.dtype)
+        tensor = torch.empty(elements, dtype=weight.dtype, device=self.tracker.device)
         self.tracker.mark([tensor], Kind.GATHERED)
         return tensor
 
