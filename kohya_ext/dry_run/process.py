@@ -16,6 +16,7 @@ import runpy
 import shutil
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,11 +46,28 @@ def end_with_parent(folder: Path) -> None:
     """End the process, and delete its folder, when the parent has closed standard input: however it ends."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        wait_for_end_of_input()
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def wait_for_end_of_input() -> None:
+    """Return when the other end of standard input, a pipe, is closed.
+
+    Windows is asked every half second: while a thread reads from a pipe there, libraries that are loaded wait for it, because
+    they ask what kind of file it is.
+    """
+    if sys.platform != "win32":
+        sys.stdin.buffer.read()
+        return
+    import ctypes
+    import msvcrt
+
+    handle = ctypes.c_void_p(msvcrt.get_osfhandle(0))
+    while ctypes.windll.kernel32.PeekNamedPipe(handle, None, 0, None, None, None):
+        time.sleep(0.5)
 
 
 def _run(request: Request, folder: Path) -> None:
