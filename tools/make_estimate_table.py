@@ -4,7 +4,7 @@
 
 Writes kohya_ext/estimate/table.json, from which `estimate`, `presets list` and `plan` answer without importing torch. Run it
 after a change of a preset, of a patch that changes memory, or of the estimator; a test fails until then. A row takes about 40
-seconds. Existing rows with counted kernels are kept, so an interrupted run continues; delete the file to recompute all of them.
+seconds. Rows that dry runs have made are kept, so an interrupted run continues; delete the file to recompute all of them.
 
 All rows are computed on one generation of sd-scripts. On the others one row of each family is computed, and the table lists the
 families whose figures are equal there.
@@ -62,8 +62,8 @@ def main() -> int:
         command = CommandLine(checkout.script(script), argv, {}, has_bf16=True)
         choices = memory_config.normalized(memory_config.read(command)[0])
         name, pair = cache.text(choices.key()), (given.layout, choices.kind)
-        has_work = name in rows and rows[name].get("work") is not None
-        if has_work if given.layout == FIRST else (pair in compared or name not in rows):
+        is_dry_run = "missing" in rows.get(name, {})
+        if is_dry_run if given.layout == FIRST else (pair in compared or name not in rows):
             continue
         compared.add(pair)
         if time.monotonic() > end:
