@@ -49,7 +49,7 @@ _MOST_TOGETHER = 4
 #: Bytes of host memory of a dry run.
 _MEMORY = 1_500_000_000
 
-#: Options whose effect depends on what is in a file.
+#: Options whose effect depends on the contents of a file.
 _BY_FILES = ("dim_from_weights", "train_inpainting")
 
 
