@@ -19,7 +19,6 @@ class Kind(str, Enum):
     BUCKET = "communication buffers"
     GATHERED = "gathered weights"
     OPTIMIZER_STATE = "optimizer state"
-    AVERAGE = "average of the weights"
     ACTIVATION = "saved activations"
     WEIGHT_COPY = "autocast weight copies"
     RECOMPUTED = "recomputed activations"
