@@ -39,10 +39,18 @@ def _linear(values: Any, weight: Any, bias: Any = None) -> Any:
 
 @contextmanager
 def bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
-    """Count bitsandbytes' kernels and waits instead of running them: they cannot take fake tensors, and allocate nothing."""
+    """Count bitsandbytes' kernels and waits instead of running them: they cannot take fake tensors, and allocate nothing.
+
+    The managed memory of its paged optimizers is the host's, as long as the GPU has none to spare.
+    """
 
     def count(*args: Any, **kwargs: Any) -> None:
         tracker.work.kernel(args, kwargs, launcher=tracker.launcher)
+
+    def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        values = torch.empty(shape, dtype=dtype, device="cpu")
+        values.is_paged, values.page_deviceid = True, getattr(device, "index", 0)  # type: ignore[attr-defined]
+        return values
 
     try:
         functional = importlib.import_module("bitsandbytes.functional")
@@ -51,8 +59,10 @@ def bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
+        for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit", "fill"):
             stack.enter_context(replaced(functional, name, count))
+        stack.enter_context(replaced(functional, "get_paged", paged))
+        stack.enter_context(replaced(functional, "prefetch_tensor", lambda *_, **__: None))
         stack.enter_context(replaced(optimizers, "sync_gpu", lambda _: tracker.work.wait()))
         yield
 
