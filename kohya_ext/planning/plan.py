@@ -272,7 +272,7 @@ class _Search:
     """Whether :data:`MAX_ESTIMATES` was reached."""
 
     def candidates(self) -> list[Candidate]:
-        """Return all configurations tried: adds savings until one fits, then reduces the last one while it still fits."""
+        """Return all configurations tried: adds savings until they fit, then reduces them while they still fit."""
         kind = _kind(self.command)
         base = preset_files.base(kind)
         start = _without_accumulation(self.command.with_tier(base.name if base is not None else None))
@@ -290,8 +290,7 @@ class _Search:
             fitting = self._try(start, points[first : first + together])
             if any(fitting):
                 index = first + fitting.index(True)
-                if index:
-                    self._shrink_last_change(start, points[index - 1].changes, points[index], fixed)
+                self._reduce(start, points[index - 1].changes if index else {}, points[index], fixed)
                 break
         return self.tried
 
@@ -321,12 +320,13 @@ class _Search:
         self.announce(f"estimate {self.measured} of at most {MAX_ESTIMATES}: {point.name}")
         return True
 
-    def _shrink_last_change(self, start: CommandLine, before: Changes, point: _Point, fixed: Set[str]) -> None:
-        """Reduce the last change to the smallest that fits: fewer swapped blocks, or else fewer checkpointed ones."""
+    def _reduce(self, start: CommandLine, before: Changes, point: _Point, fixed: Set[str]) -> None:
+        """Swap as few blocks as fit, or checkpoint as few where none are swapped: no other saving can be taken in part."""
         parts: list[float]
+        run = attempt(self.checkout, start.with_(point.changes))
         if (limit := point.changes.get("blocks_to_swap")) is not None:
             key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 1, int(str(limit)))]
-        elif "gradient_checkpointing" in point.changes:
+        elif run.has("gradient_checkpointing") and "gradient_checkpointing" not in fixed:
             key, parts = "gradient_checkpointing_ratio", [part / 8 for part in range(1, 8)]
         else:
             return

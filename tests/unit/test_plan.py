@@ -125,6 +125,15 @@ def search(checkout, argv, card_size, lines=None):
     return planning.plan(checkout, command, card_size, GPU, announce)
 
 
+def test_checkpointing_of_the_base_preset_is_reduced_where_there_is_room(checkout, formula_estimates):
+    def answer(*words):
+        command = CommandLine(checkout.script(FULL), ["--resolution", "960,1088", *words], {})
+        return planning.plan(checkout, command, 12 * GIB, GPU, lambda line: None).answer.command
+
+    assert answer().settings["gradient_checkpointing_ratio"] == 0.375
+    assert answer("--gradient_checkpointing").settings["gradient_checkpointing_ratio"] is None
+
+
 def test_an_8_bit_base_is_offered_as_experimental_where_it_is_faster(checkout, formula_estimates, monkeypatch):
     """Operations of an 8-bit base count half in this formula."""
     usual = estimation.estimate
