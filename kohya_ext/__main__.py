@@ -44,7 +44,11 @@ def _choose(words: list[str]) -> Callable[[], int]:
 
         parser = QuietParser(prog=f"python -m kohya_ext {first}", description=command.__doc__)
         command.configure(parser)
-        return int(command.run(parser.parse_args(others, argparse.Namespace(words=others))))
+        try:
+            return int(command.run(parser.parse_args(others, argparse.Namespace(words=others))))
+        except KeyboardInterrupt:
+            print("kohya_ext: interrupted", file=sys.stderr)
+            return 130  # 128 + SIGINT, as of a shell
 
     return call
 

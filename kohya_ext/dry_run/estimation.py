@@ -9,8 +9,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ from kohya_ext.tiny import environment
 STEPS = 3
 
 _LOG = "log.txt"
+
+#: The processes of dry runs now.
+_running: set[subprocess.Popen[bytes]] = set()
 
 #: Lines at the end of a failed run's output that are shown.
 _LINES = 3
@@ -82,8 +86,21 @@ def estimate_all(
     """Return what :func:`estimate` does for each of several command lines, :func:`together` of them at a time."""
     if len(commands) == 1:
         return [estimate(checkout, commands[0], fresh, timed)]
-    with progress("estimating memory by dry runs (usually 20 to 60 s)"), ThreadPoolExecutor(together()) as pool:
+    with progress("estimating memory by dry runs (usually 20 to 60 s)"), several() as pool:
         return [*pool.map(lambda command: estimate(checkout, command, fresh, timed), commands)]
+
+
+@contextmanager
+def several() -> Iterator[Executor]:
+    """Yield a pool of threads for as many dry runs as :func:`together`; an error or an interrupt in the block ends all of them."""
+    with ThreadPoolExecutor(together()) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in [*_running]:
+                process.kill()
+            raise
 
 
 def together() -> int:
@@ -237,9 +254,11 @@ def _run(arguments: Arguments) -> None:
             stderr=subprocess.STDOUT,
             env=_environment(arguments),
         )
+        _running.add(process)
         try:
             process.wait()
         finally:
+            _running.discard(process)
             process.kill()
             process.wait()
 

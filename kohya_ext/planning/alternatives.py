@@ -8,7 +8,6 @@ new estimate does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -74,7 +73,7 @@ class Search:
             self.candidates += known_tiers(self.checkout, free)
             self.candidates += known_tiers(self.checkout, free, experimental=True) if can_have_8_bits else []
         starts = [*self._starts(attempt(self.checkout, start, self.gpu), can_have_8_bits)]
-        with ThreadPoolExecutor(estimation.together()) as pool:
+        with estimation.several() as pool:
             searches = [*pool.map(partial(self._least_savings, start), starts)]
         self.candidates += [candidate for estimated in searches for candidate in estimated]
         own, images = normalized_config(self.command), _images(self.command)

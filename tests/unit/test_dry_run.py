@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import toml
 
+from kohya_ext.__main__ import main
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.dry_run import estimation, stand_ins
 from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
@@ -304,6 +305,25 @@ def test_a_training_loop_is_measured_to_the_byte(tmp_path):
     assert work.copied == pytest.approx(matrix, rel=1e-3)  # the batch, by no kernel
     in_memory = sum(group.bytes for group in work.batch if group.kind == "memory")
     assert in_memory == pytest.approx(11 * matrix, rel=1e-3)  # of the square, its mean, and their gradients
+
+
+def test_an_interrupt_ends_the_dry_runs_that_run_and_begins_no_other(monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(estimation, "_running", {process})
+    with pytest.raises(KeyboardInterrupt), estimation.several() as threads:
+        waiting = [threads.submit(process.wait) for _ in range(6)]
+        raise KeyboardInterrupt
+    assert process.returncode not in (0, None)
+    assert waiting[-1].cancelled()
+
+
+def test_an_interrupted_command_has_no_traceback(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kohya_ext.commands.doctor.run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "kohya_ext: interrupted\n"
 
 
 def test_a_process_ends_with_its_parent_and_deletes_its_files(tmp_path):
