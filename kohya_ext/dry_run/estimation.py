@@ -92,7 +92,7 @@ def estimate_all(
 
 @contextmanager
 def several() -> Iterator[Executor]:
-    """Yield a pool of threads for as many dry runs as :func:`together`; an error or an interrupt in the block ends all of them."""
+    """Yield threads for as many dry runs as :func:`together`. An error or an interrupt in the block ends all of them."""
     with ThreadPoolExecutor(together()) as pool:
         try:
             yield pool

@@ -310,9 +310,15 @@ def test_a_training_loop_is_measured_to_the_byte(tmp_path):
 def test_an_interrupt_ends_the_dry_runs_that_run_and_begins_no_other(monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     monkeypatch.setattr(estimation, "_running", {process})
-    with pytest.raises(KeyboardInterrupt), estimation.several() as threads:
-        waiting = [threads.submit(process.wait) for _ in range(6)]
-        raise KeyboardInterrupt
+    waiting = []
+
+    def interrupted():
+        with estimation.several() as threads:
+            waiting.extend(threads.submit(process.wait) for _ in range(6))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert process.returncode not in (0, None)
     assert waiting[-1].cancelled()
 
