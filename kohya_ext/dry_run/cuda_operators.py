@@ -49,7 +49,7 @@ def bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
 
     def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
         values = torch.empty(shape, dtype=dtype, device="cpu")
-        values.is_paged, values.page_deviceid = True, getattr(device, "index", 0)  # type: ignore[attr-defined]
+        values.is_paged, values.page_deviceid = True, getattr(device, "index", 0)
         return values
 
     try:
