@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
@@ -118,73 +117,3 @@ class Accelerator(Protocol):
 
     def wait_for_everyone(self) -> None:
         """Wait for all processes."""
-
-
-class NetworkTrainer(Protocol):
-    """The trainer class of a network script, such as ``FluxNetworkTrainer``. Families override most of its methods."""
-
-    is_swapping_blocks: bool
-
-    def assert_extra_args(self, args: Namespace, train_dataset_group: Any, val_dataset_group: Any) -> None:
-        """Check the arguments and complete them."""
-
-    def all_reduce_network(self, accelerator: Accelerator, network: Any) -> None:
-        """Average the network's gradients over all processes."""
-
-    def cast_text_encoder(self, args: Namespace) -> bool:
-        """Return whether text encoders are cast to the weights' dtype."""
-
-    def cast_unet(self, args: Namespace) -> bool:
-        """Return whether the U-Net or transformer is cast to the weights' dtype."""
-
-    def cast_vae(self, args: Namespace) -> bool:
-        """Return whether the VAE is cast to its dtype."""
-
-    def encode_images_to_latents(self, args: Namespace, vae: Module, images: torch.Tensor) -> torch.Tensor:
-        """Return the latents of images, which have the shape (batch, 3, height, width)."""
-
-    def get_noise_pred_and_target(self, *args: Any, is_train: bool = True) -> tuple[Any, ...]:
-        """Return the model's output, what it should be, the timesteps and the weights of the loss, or None for these."""
-
-    def get_noise_scheduler(self, args: Namespace, device: torch.device) -> Any:
-        """Return the scheduler that adds noise to latents."""
-
-    def get_text_encoders_train_flags(self, args: Namespace, text_encoders: Sequence[Module]) -> Sequence[bool]:
-        """Return which text encoders are trained."""
-
-    def get_text_encoding_strategy(self, args: Namespace) -> Any:
-        """Return the object that encodes token ids with the text encoders."""
-
-    def is_train_text_encoder(self, args: Namespace) -> bool:
-        """Return whether any text encoder is trained."""
-
-    def post_process_network(
-        self, args: Namespace, accelerator: Accelerator, network: Any, text_encoders: Sequence[Module], unet: Module
-    ) -> None:
-        """Change a new network before it is applied."""
-
-    def prepare_text_encoder_grad_ckpt_workaround(self, index: int, text_encoder: Module) -> None:
-        """Let gradients reach a trained text encoder in spite of reentrant checkpointing."""
-
-    def process_batch(
-        self,
-        batch: Batch,
-        text_encoders: Sequence[Module],
-        unet: Module,
-        network: Any,
-        vae: Module,
-        noise_scheduler: Any,
-        vae_dtype: torch.dtype,
-        weight_dtype: torch.dtype,
-        accelerator: Accelerator,
-        args: Namespace,
-        text_encoding_strategy: Any,
-        tokenize_strategy: Any,
-        is_train: bool = True,
-        train_text_encoder: bool = True,
-        train_unet: bool = True,
-    ) -> torch.Tensor:
-        """Return the loss of a micro-batch."""
-
-    def shift_scale_latents(self, args: Namespace, latents: torch.Tensor) -> torch.Tensor:
-        """Return latents in the range that the model expects."""

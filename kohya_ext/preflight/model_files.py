@@ -13,9 +13,6 @@ from kohya_ext.sdscripts.families import Family
 
 MODEL = "pretrained_model_name_or_path"
 
-#: Option -> the shapes of the tensors in its file.
-Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-
 
 def missing_options(script: Path, args: Namespace, model: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """Yield a message for each file that the script needs, and that is neither given nor part of the model's file."""
