@@ -72,6 +72,7 @@ def generated() -> Mapping[Path, str]:
         DOCS / "scripts.md": [_every_script()],
         DOCS / "speed.md": [_measured_gains(), _predicted_gains()],
         DOCS / "tune.md": [_cards()],
+        DOCS / "fine_tunes.md": [_fine_tune_losses()],
         EVIDENCE: [
             *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _typed_gains()),
             *(_host_time(), _peers(), _cold_compile()),
@@ -366,6 +367,19 @@ def _range(images: Sequence[float], alone: float) -> str:
 
 def _cost(cost: Mapping[str, Any]) -> str:
     return f"{cost['seconds']:.2f} s, {cost['launches']:,.0f}" if "launches" in cost else ""
+
+
+def _fine_tune_losses() -> str:
+    """Return a table of losses with gradient release and without, from the results of benchmarks/fine_tune_losses.py."""
+    measured = json.loads((RESULTS / "fine_tune_losses.json").read_text(encoding="utf-8"))["rows"]
+
+    def difference(name: str, row: Mapping[str, Any]) -> str:
+        if row["equal"]:
+            return "none, in any step" if "release" in name else ""
+        return f"{row['mean_difference']:+.5f} ± {row['standard_error']:.5f}"
+
+    rows = [(name, f"{row['mean_loss']:.4f}", difference(name, row)) for name, row in measured.items()]
+    return _table(("weights", "mean loss", "difference"), rows)
 
 
 def _cold_compile() -> str:
