@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from kohya_ext.dry_run.device import in_compiled, is_on_gpu
 from kohya_ext.dry_run.tracker import Tracker
 from kohya_ext.patching.attributes import replaced
+
+_aten = torch.ops.aten
 
 
 @contextmanager
@@ -67,17 +70,55 @@ def bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
         yield
 
 
+class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """PyTorch's RMS norm on a GPU: one kernel for each direction, on contiguous copies. Its values are of no use.
+
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Any, weight: Any) -> Any:
+        dense = values.contiguous()
+        result = dense * (1 if weight is None else weight)
+        ctx.save_for_backward(values, weight, values.new_empty((*values.shape[:-1], 1), dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, Any]:
+        values, weight, _ = ctx.saved_tensors
+        of_values, of_weight = ctx.needs_input_grad
+        return gradient.contiguous() * values.contiguous() if of_values else None, torch.empty_like(
+            weight
+        ) if of_weight else None
+
+
+#: Since PyTorch 2.9 a GPU has kernels for RMS norm. For tensors that say "cpu" to C++ it is composed of several.
+_HAS_RMS_NORM = hasattr(_aten, "_fused_rms_norm")
+
+
 @contextmanager
 def functions_as_on_cuda() -> Iterator[None]:
-    """Clip gradients with kernels over lists of tensors, and drop values with a mask of one byte each, as on a GPU."""
+    """Clip gradients with kernels over lists of tensors, drop values with a mask of one byte each, and compute RMS norms in one
+    kernel, as on a GPU.
+    """
     functional = torch.nn.functional
-    drop = functional.dropout
+    drop, norm = functional.dropout, functional.rms_norm
 
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:  # noqa: A002
         if not training or inplace or not 0 < p < 1:
             return drop(input, p, training, inplace)
         return torch.native_dropout(input, p, training)[0]
 
+    def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:  # noqa: A002
+        has_kernel = _HAS_RMS_NORM and is_on_gpu(input) and (weight is None or weight.dtype is input.dtype)
+        if not has_kernel or len(normalized_shape) > 1 or in_compiled() or torch.is_autocast_enabled("cuda"):
+            return norm(input, normalized_shape, weight, eps)
+        return _RmsNorm.apply(input, weight)
+
     clipping = importlib.import_module("torch.nn.utils.clip_grad")
-    with replaced(clipping, "_has_foreach_support", lambda *_: True), replaced(functional, "dropout", dropout):
+    with (
+        replaced(clipping, "_has_foreach_support", lambda *_: True),
+        replaced(functional, "dropout", dropout),
+        replaced(functional, "rms_norm", rms_norm),
+    ):
         yield

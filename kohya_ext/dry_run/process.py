@@ -143,11 +143,9 @@ def _install(request: Request, folder: Path) -> Any:
 
 
 def _use_own_kernels(request: Request) -> None:
-    """Let the extension run its own kernels, and its own RMS norm: torch composes one for tensors that say "cpu" to C++."""
+    """Let the extension run its own kernels."""
     if request.eight_bits:
         setattr(importlib.import_module("kohya_ext.quantization.support"), "kernels_obstacle", lambda *_: None)  # noqa: B010
-    if request.kernels:
-        setattr(importlib.import_module("kohya_ext.kernels.fused"), "_HAS_RMS_NORM_KERNEL", False)  # noqa: B010
 
 
 def _try_optimizers_with_data() -> None:
