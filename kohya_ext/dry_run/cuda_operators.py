@@ -87,9 +87,9 @@ class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is not f
     def backward(ctx: Any, gradient: Any) -> tuple[Any, Any]:
         values, weight, _ = ctx.saved_tensors
         of_values, of_weight = ctx.needs_input_grad
-        return gradient.contiguous() * values.contiguous() if of_values else None, torch.empty_like(
-            weight
-        ) if of_weight else None
+        dense = values.contiguous()
+        result = torch.empty_like(dense).copy_(gradient.contiguous()) if of_values else None
+        return result, torch.empty_like(weight) if of_weight else None
 
 
 #: Since PyTorch 2.9 a GPU has kernels for RMS norm. For tensors that say "cpu" to C++ it is composed of several.

@@ -83,6 +83,13 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         yield f"masked attention {length} {keys} {width}", attention, (query, key, key, mask)
         output = attention(query, key, key, mask)
         yield f"gradient of masked attention {length} {keys} {width}", torch.autograd.grad, (output, query, output, True)
+    rms_norm = torch.nn.functional.rms_norm
+    for given in ("whole", "part") if hasattr(_aten, "_fused_rms_norm") else ():
+        token = tokens(given).detach().requires_grad_()
+        yield f"rms_norm {given}", rms_norm, (token, (WIDTH,), vector, 1e-6)
+        normalized = rms_norm(token, (WIDTH,), vector, 1e-6)
+        for other in ("whole", "part"):
+            yield f"gradient of rms_norm {given} {other}", torch.autograd.grad, (normalized, token, tokens(other), True)
     image = images("whole").requires_grad_()
     normalized = torch.group_norm(image, 32, scale, scale, 1e-5)
     for given in ("whole", "part", "permuted"):

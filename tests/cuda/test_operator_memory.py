@@ -2,6 +2,7 @@
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kohya_ext.dry_run import cuda_operators
 from kohya_ext.dry_run.tracker import Tracker
 from tests.cuda import operator_memory
 
@@ -9,7 +10,7 @@ from tests.cuda import operator_memory
 def logged() -> dict[str, list[object]]:
     """Return each case's large allocations as the estimate logs them, whether they are results, and the results' strides."""
     rows = {}
-    with FakeTensorMode(), Tracker() as tracker:
+    with cuda_operators.functions_as_on_cuda(), FakeTensorMode(), Tracker() as tracker:
         for name, call in operator_memory.cases():
             start = len(tracker.events)
             result = call()
@@ -22,7 +23,8 @@ def logged() -> dict[str, list[object]]:
     return rows
 
 
-def test_allocations_of_operators_are_those_of_the_allocator(printed_on_gpu):
+def test_allocations_of_operators_are_those_of_the_allocator(printed_on_gpu, monkeypatch):
+    monkeypatch.setattr(cuda_operators, "is_on_gpu", lambda _: True)
     real = printed_on_gpu("operator_memory.py")
     assert any(not kept for allocated, _ in real.values() for _, kept in allocated)
     assert {name: (row, real[name]) for name, row in logged().items() if row != real[name]} == {}
