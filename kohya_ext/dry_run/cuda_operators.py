@@ -44,7 +44,7 @@ def _linear(values: Any, weight: Any, bias: Any = None) -> Any:
 def bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
     """Count bitsandbytes' kernels and waits instead of running them: they cannot take fake tensors, and allocate nothing.
 
-    The managed memory of its paged optimizers is the host's, as long as the GPU has none to spare.
+    The managed memory of its paged optimizers does not count: the driver moves it to the host where the GPU is full.
     """
 
     def count(*args: Any, **kwargs: Any) -> None:

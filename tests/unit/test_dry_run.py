@@ -307,6 +307,23 @@ def test_a_training_loop_is_measured_to_the_byte(tmp_path):
     assert in_memory == pytest.approx(11 * matrix, rel=1e-3)  # of the square, its mean, and their gradients
 
 
+def test_states_of_a_paged_optimizer_need_no_driver():
+    torch = pytest.importorskip("torch")
+    functional = pytest.importorskip("bitsandbytes.functional")
+    from kohya_ext.dry_run.cuda_operators import bitsandbytes_without_kernels
+    from kohya_ext.dry_run.tracker import Tracker
+
+    tracker = Tracker()
+    with bitsandbytes_without_kernels(tracker):
+        state = functional.get_paged(40, 50, dtype=torch.uint8, device=torch.device("cuda", 0))
+        functional.fill(state, 0)
+        functional.prefetch_tensor(state)
+    assert (state.shape, state.dtype, state.device.type, state.is_paged) == ((40, 50), torch.uint8, "cpu", True)
+    (kernel,) = tracker.work.work().batch
+    assert kernel.count == 1
+    assert not tracker.events
+
+
 def test_an_interrupt_ends_the_dry_runs_that_run_and_begins_no_other(monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     monkeypatch.setattr(estimation, "_running", {process})
