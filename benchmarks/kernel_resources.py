@@ -3,7 +3,7 @@
     python -m benchmarks.kernel_resources [--capability 86]
 
 Needs no GPU: Triton and the ptxas that it brings compile for any. Every combination of format, precision, tile and row length
-that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are GEGLU's kernels. sm_75 has the latter alone. A kernel
+that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are those of GEGLU and rotary embeddings. sm_75 has the latter alone. A kernel
 that needs more shared memory than a GPU gives to one block ends a run at its first step, and spilled registers make it slow.
 """
 
@@ -86,7 +86,7 @@ def kinds(capability: int) -> list[str]:
 def launches(capability: int, precisions: Sequence[str] = PRECISIONS) -> Iterator[tuple[str, Configuration]]:
     """Yield all launches on a GPU, by their names: the 8-bit format if there is one, the precision, and the kernel's."""
     for precision in precisions:
-        yield from ((f"gates, {precision}, {each.name}", each) for each in _gates(precision))
+        yield from ((f"fused, {precision}, {each.name}", each) for each in _elementwise(precision))
         for kind in kinds(capability):
             yield from ((f"{kind}, {precision}, {each.name}", each) for each in configurations(kind, precision))
 
@@ -125,12 +125,15 @@ def configurations(kind: str, precision: str) -> Iterator[Configuration]:
                 yield Configuration(what, kernels._multiply, types, every, *tile[3:], unaligned)
 
 
-def _gates(precision: str) -> Iterator[Configuration]:
-    from kohya_ext.kernels import gates
+def _elementwise(precision: str) -> Iterator[Configuration]:
+    from kohya_ext.kernels import elementwise
 
-    types = dict.fromkeys(("gradient", "halves", "out"), f"*{precision}")
-    for name, kernel in (("input", gates._forward), ("gradient", gates._backward)):
-        yield Configuration(f"gate {name}", kernel, types, {"TILE": gates._TILE}, 4, 3)
+    types = {**dict.fromkeys(("x", "gradient", "halves", "out"), f"*{precision}"), "table": "*fp32"}
+    tile = {"TILE": elementwise._TILE}
+    for name, kernel in (("input", elementwise._geglu), ("gradient", elementwise._geglu_backward)):
+        yield Configuration(f"gate {name}", kernel, types, tile, 4, 3)
+    for name, sign in (("input", 1), ("gradient", -1)):
+        yield Configuration(f"rotation {name}", elementwise._rotate, types, {**tile, "SIGN": sign, "WIDTH": 128}, 4, 3)
 
 
 def resources(configuration: Configuration, capability: int) -> Resources:

@@ -3,8 +3,10 @@
 Memory bandwidth limits eager mode as much as arithmetic does: each operator reads and writes whole activations
 (``python -m benchmarks.eight_bit_steps`` counts the bytes). :mod:`kohya_ext.kernels.fused` contains the replacements:
 
-- a LoRA's products and sum together with its layer;
-- RMSNorm and the rotary embedding of FLUX and Chroma, and Lumina's RMSNorm;
+- a LoRA's products and sum together with its layer, and the 16-bit copies of all LoRA weights of a block
+  (:mod:`kohya_ext.kernels.casts`);
+- RMSNorm of FLUX, Chroma and Lumina, and the rotary embedding of these and HunyuanImage;
+- LayerNorm and its modulation by the conditioning, in the blocks of DiTs (:mod:`kohya_ext.kernels.modulation`);
 - GEGLU and the norms in the blocks of SDXL's and SD1.5's U-Nets. Under autocast these norms return fp32, which every consumer
   would copy to 16 bits.
 
@@ -18,15 +20,23 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 from kohya_ext.config.settings import Option, Settings, boolean
 from kohya_ext.patching.lora_modules import FORWARD_WITHOUT_BIAS, NETWORKS, used_attributes
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
+from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.sdscripts.fingerprints import known_bodies
 from kohya_ext.speed import switches
 
 _counts: Counter[str] = Counter()
+
+#: The methods in place of upstream's ``LoRAModule.forward``. That of another network may use weights for more than products.
+_forwards: WeakSet[Any] = WeakSet()
+
+#: Attribute of a block: the layers of its LoRA modules.
+_LORA_LAYERS = "_kohya_ext_lora_layers"
 
 
 FUSED_OPERATIONS = Option(
@@ -79,7 +89,40 @@ def _lora(original: Any, settings: Settings) -> Any:
         _counts["products"] += 1
         return linear_with_lora(x, weight, base.__self__.bias, down, up, factor)
 
+    _forwards.add(forward)
     return forward
+
+
+def _block(original: Any, settings: Settings) -> Any:
+    import torch
+
+    from kohya_ext.kernels import casts
+
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
+
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not works():
+            return original(self, *args, **kwargs)
+        with casts.together(_lora_layers(self)) as count:
+            _counts["copies"] += count
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _lora_layers(block: Any) -> list[Any]:
+    """Return the layers of the LoRA modules that have replaced the ``forward`` of a block's layers."""
+    import torch
+
+    if _LORA_LAYERS not in block.__dict__:
+        methods = [each for each in (module.__dict__.get("forward") for module in block.modules()) if type(each) is MethodType]
+        loras: list[Any] = [method.__self__ for method in methods if method.__func__ in _forwards]
+        if not loras:
+            return []
+        layers = (layer for lora in loras for layer in lora.modules())
+        block.__dict__[_LORA_LAYERS] = [layer for layer in layers if type(layer) in (torch.nn.Linear, torch.nn.Conv2d)]
+    return list(block.__dict__[_LORA_LAYERS])
 
 
 def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settings], Any]:
@@ -121,6 +164,56 @@ def _rotary_embedding(original: Any, settings: Settings) -> Any:
     return apply_rope
 
 
+def _token_rotation(original: Any, settings: Settings) -> Any:
+    """Replace a rotation of one tensor whose tokens precede its heads: [b, tokens, heads, d]."""
+    import torch
+
+    from kohya_ext.kernels.fused import rotate
+
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
+
+    @wraps(original)
+    def apply_rope(x_in: Any, freqs_cis: Any) -> Any:
+        if torch.compiler.is_compiling() or not works() or x_in.device.type not in ("cuda", "cpu"):
+            return original(x_in, freqs_cis)
+        _counts["rotations"] += 1
+        return rotate(x_in, freqs_cis.unsqueeze(2))
+
+    return apply_rope
+
+
+def _rotation_by_cosines(original: Any, settings: Settings) -> Any:
+    """Replace a rotation of such tensors by fp32 cosines and sines [tokens, d], in which each value stands twice."""
+    import torch
+
+    from kohya_ext.kernels.fused import rotate
+
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
+
+    @wraps(original)
+    def apply_rotary_emb(xq: Any, xk: Any, freqs_cis: Any, head_first: bool = False) -> Any:
+        if torch.compiler.is_compiling() or not works() or xq.device.type not in ("cuda", "cpu"):
+            return original(xq, xk, freqs_cis, head_first)
+        _counts["rotations"] += 2
+        rotations = torch.complex(*(values.to(xq.device)[None, :, None, ::2].contiguous() for values in freqs_cis))
+        return rotate(xq, rotations), rotate(xk, rotations)
+
+    return apply_rotary_emb
+
+
+def _replace_children(original: Any, replacements: Mapping[type, type]) -> Any:
+    """Return a block's ``__init__`` that changes the classes of the block's children."""
+
+    @wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for child in self.children():
+            # Replacing each forward would add a guard per norm to a compiled block.
+            child.__class__ = replacements.get(type(child), type(child))
+
+    return initialize
+
+
 def _norms(original: Any, settings: Settings) -> Any:
     import torch
 
@@ -136,16 +229,26 @@ def _norms(original: Any, settings: Settings) -> Any:
         def forward(self, x: Any) -> Any:
             return fused.group_norm(x, self) if _is_raised(works, self, x) else super().forward(x)
 
-    replacements = {torch.nn.LayerNorm: LayerNorm, torch.nn.GroupNorm: GroupNorm}
+    return _replace_children(original, {torch.nn.LayerNorm: LayerNorm, torch.nn.GroupNorm: GroupNorm})
 
-    @wraps(original)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for child in self.children():
-            # Replacing each forward would add a guard per norm to a compiled block.
-            child.__class__ = replacements.get(type(child), type(child))
 
-    return initialize
+def _modulated_norms(original: Any, settings: Settings) -> Any:
+    import torch
+
+    from kohya_ext.kernels.modulation import PendingNorm
+
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
+
+    class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]  # torch is not followed
+        is_modulated = True
+
+        def forward(self, x: Any) -> Any:
+            if torch.compiler.is_compiling() or not works() or self.weight is not None:
+                return super().forward(x)
+            _counts["norms"] += 1
+            return PendingNorm(self, x)
+
+    return _replace_children(original, {torch.nn.LayerNorm: LayerNorm})
 
 
 def _group_norm(original: Any, settings: Settings) -> Any:
@@ -191,6 +294,15 @@ def _geglu(original: Any, settings: Settings) -> Any:
     return forward
 
 
+#: Modules with blocks whose norms are modulated, the first parameter of these, and their classes.
+_MODULATED = (
+    ("library.flux_models", "hidden_size", ("DoubleStreamBlock", "SingleStreamBlock")),
+    ("library.chroma_models", "hidden_size", ("DoubleStreamBlock", "SingleStreamBlock")),
+    ("library.sd3_models", "hidden_size", ("SingleDiTBlock",)),
+    ("library.anima_models", "x_dim", ("Block",)),
+    ("library.hunyuan_image_modules", "hidden_size", ("MMDoubleStreamBlock", "MMSingleStreamBlock")),
+)
+
 PATCH = Patch(
     name="fused_operations",
     summary="--fused_operations: use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks",
@@ -224,6 +336,28 @@ PATCH = Patch(
                 helpers={"rope": {"345f6c71e4c5": "since 2024-12"}, "EmbedND.forward": {"4e9b4e2d5d7d": "since 2024-12"}},
             ),
         ),
+        Target(
+            "library.lumina_models",
+            "apply_rope",
+            _token_rotation,
+            takes("x_in", "freqs_cis", exactly=True),
+            body=known_bodies({"85090d8f1954": "since 2025-08"}),
+        ),
+        # hunyuan_image_modules imports it from there, later.
+        Target(
+            "library.hunyuan_image_utils",
+            "apply_rotary_emb",
+            _rotation_by_cosines,
+            takes("xq", "xk", "freqs_cis", "head_first", exactly=True),
+            body=known_bodies(
+                {"c91dbc3768c8": "since v0.10.0"},
+                helpers={
+                    "reshape_for_broadcast": {"f44cd68256d4": "since v0.10.0"},
+                    "rotate_half": {"1a90995d5740": "since v0.10.0"},
+                    "get_1d_rotary_pos_embed": {"e885aa85b7ba": "since v0.10.0"},
+                },
+            ),
+        ),
         *(
             Target(
                 module,
@@ -249,6 +383,16 @@ PATCH = Patch(
                 ("Transformer2DModel", "num_attention_heads"),
                 ("ResnetBlock2D", "in_channels"),
             )
+        ),
+        *(
+            Target(family.blocks.module, f"{block}.{family.blocks.method}", _block, takes("self"), body="runs")
+            for family in FAMILIES
+            for block in family.blocks.classes
+        ),
+        *(
+            Target(module, f"{block}.__init__", _modulated_norms, takes("self", first), body="runs")
+            for module, first, blocks in _MODULATED
+            for block in blocks
         ),
     ),
     options=(FUSED_OPERATIONS,),

@@ -1,7 +1,8 @@
 """Count the work of a function, which a clock on a busy machine cannot measure."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -22,3 +23,19 @@ def lines_run(function: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+@contextmanager
+def recorded_operators() -> Iterator[list[str]]:
+    """Record the names of torch's operators that run inside the block: ``aten::mul``."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        yield names

@@ -23,7 +23,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define("geglu(Tensor halves, Tensor(a!) out) -> ()")
 _LIBRARY.define("geglu_backward(Tensor gradient, Tensor halves, Tensor(a!) out) -> ()")
-for _name in ("quantize_rows", "transpose", "multiply", "geglu", "geglu_backward"):
+_LIBRARY.define("rotate(Tensor x, Tensor table, Tensor(a!) out) -> ()")
+for _name in ("quantize_rows", "transpose", "multiply", "geglu", "geglu_backward", "rotate"):
     _LIBRARY.impl(_name, lambda *_: None, "CompositeExplicitAutograd")
 _operators = torch.ops.kohya_ext_kernels
 
@@ -73,6 +74,10 @@ def _geglu_backward(gradient: Any, halves: Any, out: Any, *_: Any, **__: Any) ->
     _operators.geglu_backward(gradient, halves, out)
 
 
+def _rotate(x: Any, table: Any, out: Any, *_: Any, **__: Any) -> None:
+    _operators.rotate(x, table, out)
+
+
 @dataclass(frozen=True)
 class _Kernel:
     """An operator in place of a Triton kernel, which Dynamo would ask a driver to compile."""
@@ -94,18 +99,19 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
             raise UserError(f"an 8-bit base cannot be estimated: {missing}, or remove --base_precision")
         yield
         return
-    from kohya_ext.kernels import fused, gates
+    from kohya_ext.kernels import elementwise, fused
     from kohya_ext.quantization import kernels
 
     launched: tuple[tuple[Any, str, Any], ...] = (
         (kernels, "_quantize_rows", _quantize_rows),
         (kernels, "_transpose", _transpose),
         (kernels, "_multiply", _multiply),
-        (gates, "_forward", _geglu),
-        (gates, "_backward", _geglu_backward),
+        (elementwise, "_geglu", _geglu),
+        (elementwise, "_geglu_backward", _geglu_backward),
+        (elementwise, "_rotate", _rotate),
     )
     with ExitStack() as stack:
-        stack.enter_context(replaced(fused, "gate_kernels", lambda *_: gates))
+        stack.enter_context(replaced(fused, "elementwise_kernels", lambda *_: elementwise))
         # The matrix of one fake mode is not valid in another.
         stack.enter_context(replaced(rotation, "_matrices", {}))
         stack.enter_context(replaced(kernels, "tiles", lambda *_: kernels.TILES))

@@ -66,6 +66,30 @@ def linear_with_lora(x: Any, weight: Any, bias: Any, down: Any, up: Any, factor:
     return _LinearWithLoRA.apply(x, weight, bias, down, up, factor)
 
 
+@functools.cache
+def elementwise_kernels(device: str, dtype: torch.dtype) -> Any:
+    """Return the module of Triton kernels for GEGLU and rotary embeddings; None where they do not run.
+
+    That is on a CPU, on a GPU that Triton does not support, and without Triton or a C compiler.
+    """
+    if device != "cuda" or is_missing():
+        return None
+    try:
+        from kohya_ext.kernels import elementwise
+        from kohya_ext.kernels.support import unsupported_gpu
+
+        reason = unsupported_gpu()
+        if reason is None:
+            halves = torch.zeros(1, 2, device=device, dtype=dtype)
+            elementwise.geglu_backward(elementwise.geglu(halves), halves)
+            elementwise.rotate(halves[None, None], torch.zeros(1, 1, 1, 1, device=device, dtype=torch.complex64), inverse=False)
+            return elementwise
+    except Exception as error:  # no C compiler, or a version of Triton that cannot compile them
+        reason = f"its Triton kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    warn(f"--fused_operations: GEGLU and rotary embeddings take more passes over memory, because {reason}")
+    return None
+
+
 class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     """Compute RMSNorm and save only the input and one number per row, where torch has no RMSNorm kernel.
 
@@ -121,12 +145,17 @@ class _Rotation(torch.autograd.Function):  # type: ignore[misc]  # torch is not 
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         (rotations,) = ctx.saved_tensors
-        return _rotated(gradient, rotations.conj_physical()), None
+        return _rotated(gradient, rotations, inverse=True), None
 
 
-def _rotated(x: Any, rotations: Any) -> Any:
+def _rotated(x: Any, rotations: Any, inverse: bool = False) -> Any:
+    kernels = elementwise_kernels(x.device.type, x.dtype)
+    if kernels is not None and kernels.rotates(x, rotations):
+        return kernels.rotate(x, rotations, inverse)
+    if kernels is not None and x.dim() == 4 and kernels.rotates(x.transpose(1, 2), rotations.transpose(1, 2)):
+        return kernels.rotate(x.transpose(1, 2), rotations.transpose(1, 2), inverse).transpose(1, 2)
     pairs = torch.view_as_complex(x.to(torch.float32, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotations).flatten(-2).type_as(x)
+    return torch.view_as_real(pairs * (rotations.conj_physical() if inverse else rotations)).flatten(-2).type_as(x)
 
 
 def rotate(x: Any, rotations: Any) -> Any:
@@ -153,29 +182,6 @@ def group_norm(x: Any, module: torch.nn.GroupNorm) -> Any:
         return torch.nn.functional.group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
 
 
-@functools.cache
-def gate_kernels(device: str, dtype: torch.dtype) -> Any:
-    """Return the module of GEGLU's Triton kernels; None where they do not run.
-
-    That is on a CPU, on a GPU that Triton does not support, and without Triton or a C compiler.
-    """
-    if device != "cuda" or is_missing():
-        return None
-    try:
-        from kohya_ext.kernels import gates
-        from kohya_ext.kernels.support import unsupported_gpu
-
-        reason = unsupported_gpu()
-        if reason is None:
-            halves = torch.zeros(1, 2, device=device, dtype=dtype)
-            gates.backward(gates.forward(halves), halves)
-            return gates
-    except Exception as error:  # no C compiler, or a version of Triton that cannot compile them
-        reason = f"its Triton kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    warn(f"--fused_operations: GEGLU takes more passes over memory, because {reason}")
-    return None
-
-
 class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     """Compute ``value * gelu(gate)``. Backward recomputes gelu and writes both gradients into one tensor.
 
@@ -185,8 +191,8 @@ class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not fol
     @staticmethod
     def forward(ctx: Any, halves: Any) -> Any:
         ctx.save_for_backward(halves)
-        if (kernels := gate_kernels(halves.device.type, halves.dtype)) is not None:
-            return kernels.forward(halves.contiguous())
+        if (kernels := elementwise_kernels(halves.device.type, halves.dtype)) is not None:
+            return kernels.geglu(halves.contiguous())
         value, gate = halves.chunk(2, dim=-1)
         return torch.nn.functional.gelu(gate).mul_(value)
 
@@ -194,8 +200,8 @@ class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not fol
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> Any:
         (halves,) = ctx.saved_tensors
-        if (kernels := gate_kernels(halves.device.type, halves.dtype)) is not None:
-            return kernels.backward(gradient.contiguous(), halves.contiguous())
+        if (kernels := elementwise_kernels(halves.device.type, halves.dtype)) is not None:
+            return kernels.geglu_backward(gradient.contiguous(), halves.contiguous())
         value, gate = halves.chunk(2, dim=-1)
         result = torch.empty_like(halves)
         grad_value, grad_gate = result.chunk(2, dim=-1)

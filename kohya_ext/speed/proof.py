@@ -32,7 +32,8 @@ _PROGRAM = "kohya_ext.speed.self_test"
 
 #: The code whose change makes the results outdated.
 _CODE = (
-    *("kernels/fused.py", "kernels/gates.py", "compiling/graphs.py", "compiling/cuda_recorder.py"),
+    *("kernels/fused.py", "kernels/elementwise.py", "kernels/casts.py", "kernels/modulation.py"),
+    *("compiling/graphs.py", "compiling/cuda_recorder.py"),
     *("compiling/blocks.py", "compiling/configuration.py", "compiling/fallback.py", "speed/self_test.py"),
     *("patching/swapped_blocks.py", "patching/page_lock.py"),
 )

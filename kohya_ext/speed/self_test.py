@@ -18,8 +18,10 @@ from kohya_ext.config.settings import Settings
 #: Largest difference from PyTorch's operators, as a share of the norm: kernels compute in fp32 and round once to 16 bits.
 TOLERANCE = 0.01
 
-#: Rows and widths of the layers that the kernels see: SDXL's and SD 1.5's, one that fills no tile, and one of a single row.
+#: Rows and widths of the layers that the kernels see: SDXL's and SD 1.5's, one that fills no tile, and one of a single row; and
+#: shapes of queries: FLUX's, and one that fills no tile.
 _GATES = ((4096, 2560), (1024, 5120), (77, 1280), (1, 320))
+_HEADS = ((1, 24, 4608, 128), (2, 3, 77, 64))
 _LAYERS = ((4096, 640, 640, 16), (1024, 1280, 1280, 64), (77, 2048, 640, 4))
 
 
@@ -49,7 +51,7 @@ def fused_operations(device: torch.device) -> None:
     """Compare the fused kernels with PyTorch's operators, forward and backward, in the 16-bit types of the GPU."""
     from torch.nn import functional as F  # noqa: N812
 
-    from kohya_ext.kernels import fused
+    from kohya_ext.kernels import casts, fused, modulation
 
     for dtype in (torch.float16, *([torch.bfloat16] if torch.cuda.get_device_capability(device) >= (8, 0) else [])):
         for rows, width in _GATES:
@@ -57,6 +59,22 @@ def fused_operations(device: torch.device) -> None:
             value, gate = halves.float().chunk(2, dim=-1)
             expected = _gradients(value * F.gelu(gate), [halves])
             _compare(_gradients(fused.geglu(halves), [halves]), expected, f"GEGLU of {rows}x{width} in {dtype}")
+        for images, heads, tokens, width in _HEADS:
+            x = torch.randn(images, tokens, heads, width, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+            angles = torch.randn(images, 1, tokens, width // 2, device=device)
+            turns = torch.polar(torch.ones_like(angles), angles)
+            pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+            expected = _gradients(torch.view_as_real(pairs * turns).flatten(-2), [x])
+            _compare(_gradients(fused.rotate(x, turns), [x]), expected, f"a rotary embedding of {width} channels in {dtype}")
+        x = torch.randn(2, 77, 1280, device=device, dtype=dtype, requires_grad=True)
+        scale, shift = (torch.randn(2, 1, 1280, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+        expected = _gradients(F.layer_norm(x.float(), (1280,)) * scale + shift, [x, scale, shift])
+        _compare(
+            _gradients(modulation.modulated_norm(x, scale, shift, 1e-5), [x, scale, shift]), expected, f"a norm in {dtype}"
+        )
+        weights = [torch.randn(size, device=device, requires_grad=True) for size in (16, 100, 1280)]
+        expected = _gradients(torch.cat([weight.to(dtype) for weight in weights]), weights)
+        _compare(_gradients(torch.cat(casts.copies(weights, dtype)), weights), expected, f"copies of weights in {dtype}")
         for rows, inner, outer, rank in _LAYERS:
             x = torch.randn(rows, inner, device=device, dtype=dtype, requires_grad=True)
             weight = torch.randn(outer, inner, device=device, dtype=dtype) / inner**0.5

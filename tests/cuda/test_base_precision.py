@@ -58,7 +58,7 @@ def test_no_kernels_of_triton_on_turing(printed_on_gpu):
     measured = printed_on_gpu("turing.py", VIRTUAL_GPU="3060", VIRTUAL_GPU_CAPABILITY="7.5")
     assert measured["products"] == "weights"
     assert "compute capability 7.5, and 8-bit products need 8.0" in measured["obstacle"]
-    assert measured["has_gates"] == (Version(triton.__version__) < Version("3.3"))
+    assert measured["has_kernels"] == (Version(triton.__version__) < Version("3.3"))
 
 
 @pytest.mark.slow

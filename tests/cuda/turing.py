@@ -4,10 +4,10 @@ import json
 
 import torch
 
-from kohya_ext.kernels.fused import gate_kernels
+from kohya_ext.kernels.fused import elementwise_kernels
 from kohya_ext.quantization.support import find_products
 
 if __name__ == "__main__":
     products, obstacle = find_products(torch.device("cuda", 0), torch.int8)
-    gates = gate_kernels("cuda", torch.float16)
-    print(json.dumps({"products": products, "obstacle": obstacle, "has_gates": gates is not None}))
+    kernels = elementwise_kernels("cuda", torch.float16)
+    print(json.dumps({"products": products, "obstacle": obstacle, "has_kernels": kernels is not None}))

@@ -1,5 +1,7 @@
 """--fused_operations: as accurate as upstream's classes with less memory traffic, and the same training result."""
 
+from contextlib import nullcontext
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -66,6 +68,20 @@ def _rotation(modules):
     return (lambda dtype: None), lambda q, k: torch.stack(flux.apply_rope(q, k, table)), torch.nn.Module(), [queries, keys]
 
 
+def _token_rotation(modules):
+    lumina = modules("library.lumina_models")
+    rotations = torch.polar(torch.ones(BATCH, TOKENS, WIDTH // 2), torch.randn(BATCH, TOKENS, WIDTH // 2))
+    x = _activation(TOKENS, HEADS, WIDTH)
+    return (lambda dtype: None), lambda x: lumina.apply_rope(x, rotations), torch.nn.Module(), [x]
+
+
+def _rotation_by_cosines(modules):
+    functions = modules("library.hunyuan_image_utils")
+    table = functions.get_1d_rotary_pos_embed(WIDTH, torch.arange(TOKENS).float())
+    inputs = [_activation(TOKENS, HEADS, WIDTH) for _ in range(2)]
+    return (lambda dtype: None), lambda *x: torch.stack(functions.apply_rotary_emb(*x, table)), torch.nn.Module(), inputs
+
+
 def _gate(name):
     def build(modules):
         gate = modules(name).GEGLU(WIDTH, 4 * WIDTH)
@@ -91,17 +107,68 @@ def _block(name):
     return build
 
 
+def _flux(modules):
+    flux = modules("library.flux_models")
+    block = flux.DoubleStreamBlock(WIDTH, HEADS, 2.0)
+    table = flux.rope(torch.arange(TOKENS + 7)[None].float(), WIDTH // HEADS, 10_000)[:, None]
+    inputs = [_activation(TOKENS, WIDTH), _activation(7, WIDTH), _activation(WIDTH)]
+    return block.to, lambda *given: torch.cat(block(*given, table), 1), torch.nn.Module(), inputs
+
+
+def _chroma(modules):
+    chroma, flux = modules("library.chroma_models"), modules("library.flux_models")
+    block = chroma.SingleStreamBlock(WIDTH, HEADS, 2.0)
+    table = flux.rope(torch.arange(TOKENS)[None].float(), WIDTH // HEADS, 10_000)[:, None]
+
+    def function(x, *modulation):
+        return block(x, table.expand(BATCH, *table.shape[1:]), chroma.ModulationOut(*modulation), torch.full((BATCH,), 7))
+
+    return block.to, function, torch.nn.Module(), [_activation(TOKENS, WIDTH), *(_activation(1, WIDTH) for _ in range(3))]
+
+
+def _sd3(modules):
+    block = modules("library.sd3_models").SingleDiTBlock(WIDTH, HEADS, 2.0, attn_mode="torch", x_block_self_attn=True)
+
+    def function(x, conditioning):
+        qkv, qkv2, _ = block.pre_attention_x(x, conditioning)
+        return torch.cat([value.flatten(2) for value in (*qkv, *qkv2)], -1)
+
+    return block.to, function, torch.nn.Module(), [_activation(TOKENS, WIDTH), _activation(WIDTH)]
+
+
+def _anima(modules):
+    block = modules("library.anima_models").Block(WIDTH, WIDTH, HEADS, 2.0)
+    parameters = modules("library.attention").AttentionParams.create_attention_params("torch", False)
+    inputs = [_activation(1, 4, TOKENS // 4, WIDTH), _activation(1, WIDTH), _activation(7, WIDTH)]
+    return block.to, lambda *given: block(*given, parameters), torch.nn.Module(), inputs
+
+
+def _hunyuan_image(modules):
+    block = modules("library.hunyuan_image_modules").MMDoubleStreamBlock(WIDTH, HEADS, 2.0)
+    parameters = modules("library.attention").AttentionParams.create_attention_params("torch", False)
+    parameters.img_len = TOKENS
+    inputs = [_activation(TOKENS, WIDTH), _activation(7, WIDTH), _activation(WIDTH)]
+    return block.to, lambda *given: torch.cat(block(*given, None, parameters), 1), torch.nn.Module(), inputs
+
+
 CASES = {
     **{name: _lora(name) for name in NETWORKS},
     "library.flux_models": _norm("library.flux_models"),
     "library.lumina_models": _norm("library.lumina_models"),
     "rotary embedding": _rotation,
+    "library.lumina_models: rotation": _token_rotation,
+    "library.hunyuan_image_utils: rotation": _rotation_by_cosines,
     "library.sdxl_original_unet: gate": _gate("library.sdxl_original_unet"),
     "library.original_unet: gate": _gate("library.original_unet"),
     "library.sdxl_original_unet: resnet": _resnet("library.sdxl_original_unet"),
     "library.original_unet: resnet": _resnet("library.original_unet"),
     "library.sdxl_original_unet": _block("library.sdxl_original_unet"),
     "library.original_unet": _block("library.original_unet"),
+    "library.flux_models: block": _flux,
+    "library.chroma_models: block": _chroma,
+    "library.sd3_models: block": _sd3,
+    "library.anima_models: block": _anima,
+    "library.hunyuan_image_modules: block": _hunyuan_image,
 }
 
 
@@ -131,18 +198,18 @@ def _relative_errors(results, exact):
 
 @pytest.mark.parametrize("case", CASES)
 def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, checkout_module, case):
-    exact, theirs = {}, {}
+    exact, theirs, build = {}, {}, CASES[case]
     for dtype in (torch.float32, torch.bfloat16):
         # The float64 result for weights and inputs rounded to ``dtype``.
-        exact[dtype] = _results(CASES[case], checkout_module, dtype, torch.float64)[0]
-        theirs[dtype] = _results(CASES[case], checkout_module, dtype, dtype)
+        exact[dtype] = _results(build, checkout_module, dtype, torch.float64)[0]
+        theirs[dtype] = _results(build, checkout_module, dtype, dtype)
     patches = {patch.name: patch for patch in (fused_operations.PATCH, skip_unit_scaling.PATCH)}
     patcher = Patcher(patches, Settings(fused_operations=True), checkout)
     fused_operations._counts.clear()
     patcher.arm()
     try:
         for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
-            ours, moved = _results(CASES[case], checkout_module, dtype, dtype)
+            ours, moved = _results(build, checkout_module, dtype, dtype)
             upstream, moved_by_upstream = theirs[dtype]
             assert [value.dtype for value in ours] == [value.dtype for value in upstream]
             errors, upstream_errors = _relative_errors(ours, exact[dtype]), _relative_errors(upstream, exact[dtype])
@@ -152,7 +219,8 @@ def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, checkout_m
             # With group norms in 16 bits it was 27% larger on a processor without bf16 instructions, and below 10% on others.
             factor = 1.1 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1.3
             assert max(errors) < factor * max(upstream_errors) + 1e-7
-            assert ratio < 0.99 or (dtype is torch.float32 and ratio == 1)  # norms save casts only
+            # Norms save casts only, and Lumina's rotation is a single pass in Triton's kernel only.
+            assert ratio < 0.99 or (ratio == 1 and (dtype is torch.float32 or build is _token_rotation))
     finally:
         patcher.undo()
     assert fused_operations._counts
@@ -232,13 +300,51 @@ def test_unsupported_layers_use_upstreams_code(checkout, checkout_module):
         patcher.undo()
 
 
+@pytest.mark.parametrize("name", ["library.sdxl_original_unet", "library.original_unet"])
+def test_weights_copied_together_change_no_bit(checkout, checkout_module, monkeypatch, name):
+    def results(**more):
+        torch.manual_seed(0)
+        block = checkout_module(name).BasicTransformerBlock(WIDTH, HEADS, WIDTH // HEADS, WIDTH)
+        block.bfloat16().requires_grad_(False).set_use_sdpa(True)
+        kind = type("LoRAModule", (checkout_module("networks.lora").LoRAModule,), more)
+        layers = [layer for layer in block.modules() if type(layer) is torch.nn.Linear]
+        loras = torch.nn.ModuleList([kind(f"lora{index}", layer, 1.0, RANK, 5) for index, layer in enumerate(layers)])
+        for lora in loras:
+            lora.apply_to()
+        for weight in loras.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+        x = _activation(TOKENS, WIDTH).bfloat16().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = block(x, _activation(7, WIDTH).bfloat16())
+        y.float().square().sum().backward()
+        return [y, x.grad, *(weight.grad for weight in loras.parameters())]
+
+    patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
+    fused_operations._counts.clear()
+    patcher.arm()
+    try:
+        together = results()
+        assert fused_operations._counts["copies"] == 20
+        monkeypatch.setattr("kohya_ext.kernels.casts.together", lambda layers: nullcontext(0))
+        singly = results()
+        assert fused_operations._counts["copies"] == 20
+        monkeypatch.undo()
+        results(forward=lambda self, x: self.org_forward(x) + self.lora_up.weight.float().sum())
+        assert fused_operations._counts["copies"] == 20, "another network may use weights for more than products"
+    finally:
+        patcher.undo()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(together, singly, strict=True))
+
+
 #: Case -> script, further arguments, operations that must be used.
 RUNS = {
     "sdxl": ("sdxl_train_network.py", (), {"products", "gates"}),
     "flux": ("flux_train_network.py", ("--network_train_unet_only",), {"products", "norms", "rotations"}),
     "chroma": ("flux_train_network.py", ("--network_train_unet_only",), {"products", "norms", "rotations"}),
-    "lumina": ("lumina_train_network.py", (), {"products", "norms"}),
-    "sd3": ("sd3_train_network.py", (), {"products"}),
+    "lumina": ("lumina_train_network.py", (), {"products", "norms", "rotations"}),
+    "sd3": ("sd3_train_network.py", (), {"products", "norms"}),
+    "anima": ("anima_train_network.py", (), {"products", "norms"}),
+    "hunyuan-image": ("hunyuan_image_train_network.py", (), {"products", "norms", "rotations"}),
     "sd15": ("train_network.py", (), {"products", "gates"}),
 }
 
@@ -281,10 +387,13 @@ def test_bf16_is_as_close_to_float32_as_without_the_patch(checkout, train, scrip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py", "lumina_train_network.py"])
-def test_compiled_blocks_are_unchanged(checkout, train, script):
-    """In compiled blocks the compiler fuses: the patch changes neither graphs nor results."""
-    compiled = ("--selective_torch_compile", "--network_train_unet_only")
+@pytest.mark.parametrize(
+    ("script", "precision"),
+    [*((f"{name}_train_network.py", "no") for name in ("sdxl", "flux", "lumina")), ("sdxl_train_network.py", "bf16")],
+)
+def test_compiled_blocks_are_unchanged(checkout, train, script, precision):
+    """In compiled blocks the compiler fuses: the patch changes neither graphs nor results. Weights are copied before them."""
+    compiled = ("--selective_torch_compile", "--network_train_unet_only", "--mixed_precision", precision)
     plain, fused = (train(checkout, script, *compiled, *more) for more in ((), ("--fused_operations",)))
     graphs = [
         {name: block["graphs"] for name, block in run.report["facts"]["selective_torch_compile"]["blocks"].items()}
@@ -292,4 +401,6 @@ def test_compiled_blocks_are_unchanged(checkout, train, script):
     ]
     assert graphs[0] == graphs[1]
     assert fused.report["facts"]["selective_torch_compile"]["graph_breaks"] == 0
-    assert max((tensor - plain.tensors[name]).abs().max().item() for name, tensor in fused.tensors.items()) <= 1e-5
+    assert (fused.report["facts"]["fused_operations"]["copies"] > 0) is (precision == "bf16")
+    limit = {"no": 1e-5, "bf16": 1e-3}[precision]  # norms between the blocks are rounded to 16 bits
+    assert max((tensor - plain.tensors[name]).abs().max().item() for name, tensor in fused.tensors.items()) <= limit

@@ -253,9 +253,9 @@ def test_kernels_equal_the_arithmetic_in_the_interpreter():
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 
-#: The launches of sm_86 that are compiled by default: both gates, the narrowest and widest rows, and products with the fewest
-#: and the most conditions.
-COMPILED = re.compile(r".*, bf16, (gate .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA))")
+#: The launches of sm_86 that are compiled by default: gates and rotations, the narrowest and widest rows, and products with the
+#: fewest and the most conditions.
+COMPILED = re.compile(r".*, bf16, ((gate|rotation) .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA))")
 
 
 @pytest.mark.parametrize(
@@ -263,15 +263,15 @@ COMPILED = re.compile(r".*, bf16, (gate .*|quantize .*, (1024|15360) columns|mul
     [(75, None), (86, COMPILED), *(pytest.param(other, None, marks=pytest.mark.slow) for other in (80, 86, 89, 90, 120))],
 )
 def test_kernels_fit_without_spills(capability, chosen):
-    """Every launch that a run can have: on sm_75 those of GEGLU. By default those, and some of sm_86."""
+    """Every launch that a run can have: on sm_75 those of GEGLU and rotary embeddings. By default those, and some of sm_86."""
     pytest.importorskip("triton", minversion="3.4")  # the signature of ASTSource
     from benchmarks import kernel_resources
 
     launches = dict(kernel_resources.launches(capability))
-    assert len(launches) >= (2 if capability == 75 else 10) * len(kernel_resources.PRECISIONS)
+    assert len(launches) >= (4 if capability == 75 else 10) * len(kernel_resources.PRECISIONS)
     if chosen is not None:
         launches = {name: each for name, each in launches.items() if chosen.fullmatch(name)}
-        assert {"multiply", "quantize", "gate"} <= {name.split(", ")[2].split()[0] for name in launches}
+        assert {"multiply", "quantize", "gate", "rotation"} <= {name.split(", ")[2].split()[0] for name in launches}
     for name, each in launches.items():
         needs = kernel_resources.resources(each, capability)
         assert needs.stack == 0, name

@@ -22,9 +22,9 @@ def _without_triton(monkeypatch):
     monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
     triton_package._warn.cache_clear()
-    fused.gate_kernels.cache_clear()
+    fused.elementwise_kernels.cache_clear()
     yield
-    fused.gate_kernels.cache_clear()
+    fused.elementwise_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_each_release_of_torch_that_is_supported_has_one_of_triton():
 
 def test_all_that_needs_it_is_one_line(capsys):
     assert speed._reason_not_to_compile(speed.Namespace(), GPU, speed.Settings()) == triton_package.missing_triton()
-    assert fused.gate_kernels("cuda", torch.float16) is None
-    assert fused.gate_kernels("cuda", torch.bfloat16) is None
+    assert fused.elementwise_kernels("cuda", torch.float16) is None
+    assert fused.elementwise_kernels("cuda", torch.bfloat16) is None
     assert capsys.readouterr().err.count("Triton is not installed; run:") == 1
 
 

@@ -1,0 +1,95 @@
+"""Triton kernels of GEGLU and rotary embeddings: one pass, where torch's operators take two to four.
+
+Values are computed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 1024
+
+
+@triton.jit
+def _geglu(halves, out, width, TILE: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < width
+    value = tl.load(halves + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(halves + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    result = value * gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _geglu_backward(gradient, halves, out, width, TILE: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < width
+    value = tl.load(halves + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(halves + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(gradient + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))  # of the gate that passes
+    slope = share + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    tl.store(out + row * 2 * width + columns, (grad * gate * share).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * 2 * width + width + columns, (grad * value * slope).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate(
+    x, table, out, heads, size, image_stride, head_stride, token_stride, table_stride, SIGN: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    row, elements = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = elements < size
+    of_row = row // heads * image_stride + row % heads * head_stride
+    at = of_row + (elements // WIDTH) * token_stride + elements % WIDTH
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    turn = tl.load(table + row // heads * table_stride + elements, mask=inside, other=0.0)
+    first, second = tl.split(tl.reshape(value, (TILE // 2, 2)))
+    cosine, sine = tl.split(tl.reshape(turn, (TILE // 2, 2)))
+    sine *= SIGN
+    result = tl.interleave(first * cosine - second * sine, first * sine + second * cosine)
+    tl.store(out + row * size + elements, result.to(out.dtype.element_ty), mask=inside)
+
+
+def geglu(halves: Any) -> Any:
+    """Return ``value * gelu(gate)`` [..., d] of ``halves`` [..., 2 d], contiguous, whose halves are value and gate."""
+    width = halves.shape[-1] // 2
+    out = halves.new_empty((*halves.shape[:-1], width))
+    _geglu[(out.numel() // width, triton.cdiv(width, _TILE))](halves, out, width, TILE=_TILE, num_warps=4)
+    return out
+
+
+def geglu_backward(gradient: Any, halves: Any) -> Any:
+    """Return the gradient of ``halves`` [..., 2 d] for that of the result [..., d], both contiguous."""
+    width = halves.shape[-1] // 2
+    out = torch.empty_like(halves)
+    grid = (gradient.numel() // width, triton.cdiv(width, _TILE))
+    _geglu_backward[grid](gradient, halves, out, width, TILE=_TILE, num_warps=4)
+    return out
+
+
+def rotates(x: Any, rotations: Any) -> bool:
+    """Return whether :func:`rotate` supports shapes and strides."""
+    if x.dim() != 4 or x.shape[-1] % 2 or x.stride(-1) != 1:
+        return False
+    if rotations.dtype is not torch.complex64 or not rotations.is_contiguous():
+        return False
+    return rotations.shape in ((images, 1, x.shape[2], x.shape[3] // 2) for images in (1, x.shape[0]))
+
+
+def rotate(x: Any, rotations: Any, inverse: bool) -> Any:
+    """Return ``x`` [b, heads, tokens, d] with adjacent elements rotated, or rotated back, contiguous.
+
+    ``rotations`` are complex64 [b or 1, 1, tokens, d / 2], contiguous.
+    """
+    images, heads, tokens, width = x.shape
+    size, table = tokens * width, torch.view_as_real(rotations)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    strides = (*x.stride()[:3], size if len(rotations) > 1 else 0)
+    grid = (images * heads, triton.cdiv(size, _TILE))
+    _rotate[grid](x, table, out, heads, size, *strides, SIGN=-1 if inverse else 1, WIDTH=width, TILE=_TILE, num_warps=4)
+    return out
