@@ -106,7 +106,7 @@ class _Speed(TrainingCallback):
         if not self.close or self.of_state is not None:
             return
         trained = [weight for weight in trained_weights(self.accelerator._optimizers) if weight.requires_grad]
-        reason = _reason_without_trial(self.args, trained)
+        reason = _reason_without_trial(trained)
         if reason is None:
             reason = self._choose(trained, partial(forward, model), args, kwargs)
         if reason is not None:
@@ -247,14 +247,12 @@ def _report(line: str) -> None:
     note(f"speed: {line}")
 
 
-def _reason_without_trial(args: Namespace, trained: Sequence[Any]) -> str | None:
+def _reason_without_trial(trained: Sequence[Any]) -> str | None:
     """Return why passes cannot be tried before the first step; None if they can.
 
     They can if the model's own weights are trained: the gradients of the passes need no more memory than a step's, before the
     optimizer has a state.
     """
-    if getattr(args, "blocks_to_swap", None):
-        return "--blocks_to_swap moves blocks in every pass"
     if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in trained):
         return "the optimizer steps during the backward pass"
     return None if trained else "nothing is trained"

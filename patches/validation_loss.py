@@ -148,7 +148,7 @@ class _FullValidation(Validation):
                         self.args.min_timestep = self.args.max_timestep = timestep  # as upstream's LoRA scripts do
                         losses.append(self.step_loss.of(variables, batch).item())
                         self.record_loss(losses[-1])
-                        self._restore_swapped_blocks()
+                        self._move_blocks_back()
                         bar.update()
                         bar.set_postfix(val_avg_loss=sum(losses) / len(losses))
             self.finish(together=False)
@@ -180,13 +180,13 @@ class _FullValidation(Validation):
                 module.training = training
             self.args.min_timestep, self.args.max_timestep = timesteps
             variables.get("optimizer_train_fn", _nothing)()
-            self._restore_swapped_blocks()
+            self._move_blocks_back()
 
-    def _restore_swapped_blocks(self) -> None:
-        """Move the blocks of --blocks_to_swap back, which a backward pass would do."""
+    def _move_blocks_back(self) -> None:
+        from kohya_ext.patching.swapped_blocks import move_back
+
         for model in map(self.accelerator.unwrap_model, self.accelerator._models):
-            if getattr(model, "blocks_to_swap", None):
-                model.prepare_block_swap_before_forward()
+            move_back(model)
 
 
 def _nothing() -> None:

@@ -47,6 +47,12 @@ def obstacle(blocks: Iterable[Block]) -> str | None:
     return None
 
 
+def move_back(model: Any) -> None:
+    """Move the blocks of --blocks_to_swap to where a forward pass begins, as after a pass without a backward pass."""
+    if getattr(model, "blocks_to_swap", None):
+        model.prepare_block_swap_before_forward()
+
+
 @dataclass(frozen=True)
 class Arrival:
     """A block's weights on their way to the GPU."""

@@ -121,7 +121,7 @@ def _possible(command: CommandLine, gpu: Gpu | None, triton: bool) -> list[Switc
     if settings["vram_budget"] is not None or config.num_processes is not None or config.deepspeed:
         return []
     allowed = [switch for switch in _PREDICTED if may_choose(switch, settings)]
-    if config.blocks_to_swap or not config.trains_network:
+    if not config.trains_network:
         allowed = [switch for switch in allowed if switch.exactness == "exact"]
     if not triton or (gpu is not None and not gpu.has_bf16):
         allowed = [switch for switch in allowed if switch is not FUSED_OPERATIONS]

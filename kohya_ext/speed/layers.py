@@ -24,6 +24,7 @@ import torch
 
 from kohya_ext.compiling.blocks import RUN
 from kohya_ext.compiling.graphs import RandomStates, Recorder, test_gradient
+from kohya_ext.kernels.modulation import PendingNorm, modulation_of
 from kohya_ext.speed import switches
 from kohya_ext.speed.comparison import OF_MODEL, Difference, Results
 
@@ -110,7 +111,7 @@ class LayerCheck:
             yield
 
     def _compare(self, name: str, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if self.problem is not None or not _outputs(output):
+        if self.problem is not None or not (isinstance(output, PendingNorm) or _outputs(output)):
             return
         call = self._calls[layer] if switches.COMPILED_BLOCKS.on else None
         is_new = self._is_new(_kind(layer, args, kwargs) if call is None else call.kind)
@@ -171,8 +172,13 @@ class LayerCheck:
         if is_cached:
             torch.clear_autocast_cache()  # casts of the weights have the graph of an earlier pass
         # Checkpointing has hooks that keep what a layer saves.
+        modulation: list[Any] = []
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-            outputs = _outputs(forward(*inputs, **named))
+            output = forward(*inputs, **named)
+            if getattr(layer, "is_modulated", False):  # a fused one computes nothing before it is
+                scale, shift = modulation = modulation_of(inputs[0])
+                output = output * scale + shift
+            outputs = _outputs(output)
         if is_cached:
             torch.clear_autocast_cache()
         computed = [output for output in outputs if output.requires_grad]
@@ -180,7 +186,7 @@ class LayerCheck:
             with torch.autocast(self._recorder.device.type, enabled=False, cache_enabled=False):
                 torch.autograd.backward(computed, [rounded(test_gradient(output)) for output in computed])
         states.restore()
-        given = (*inputs, *named.values(), *self._trained)
+        given = (*inputs, *named.values(), *modulation, *self._trained)
         gradients = [tensor.grad for tensor in given if isinstance(tensor, torch.Tensor)]
         for weight in self._trained:
             weight.grad = None

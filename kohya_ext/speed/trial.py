@@ -28,6 +28,7 @@ import torch
 from kohya_ext.compiling.blocks import RUN, Attempt, CompilingError
 from kohya_ext.compiling.eager_steps import Meter
 from kohya_ext.compiling.graphs import RESERVE, RandomStates, RecordedModel, Recorder, tensor_of, test_gradient
+from kohya_ext.patching.swapped_blocks import move_back
 from kohya_ext.speed import switches
 from kohya_ext.speed.comparison import Results
 from kohya_ext.speed.layers import BlockCall, LayerCheck, recorded_calls
@@ -39,6 +40,9 @@ LEAST_GAIN = 1.03
 
 #: The most seconds of a trial, and its largest share of the run's passes.
 MOST_SECONDS, SHARE = 60.0, 0.05
+
+#: Passes of many seconds need more for the first candidate. They get it, up to these limits.
+MOST_SECONDS_OF_LONG_PASSES, SHARE_OF_LONG_PASSES = 300.0, 0.01
 
 #: The same for compiling, in addition: it is repeated in later runs, though from code that was kept.
 MOST_SECONDS_OF_COMPILING, SHARE_OF_COMPILING = 180.0, 0.01
@@ -61,6 +65,9 @@ _PASSES_OF_EAGER = 3
 #: Eager passes that these take about as long as: a candidate's own passes, of which two are timed; a recording; the comparison
 #: of all layers, and of one layer of each kind.
 _PASSES, _OF_RECORDING, _OF_ALL_LAYERS, _OF_KINDS = 3, 4, 10, 1
+
+#: Passes in which eager ones and one candidate are tried, and one of reserve.
+_LEAST_PASSES = _PASSES_OF_EAGER + _PASSES + _OF_KINDS + 1
 
 #: The share of a trial's seconds in which all layers are compared, and otherwise one of each kind.
 _SHARE_OF_LAYERS = 0.25
@@ -233,7 +240,9 @@ class Trial:
 
     def _limit(self, seconds: float) -> float:
         """Return the seconds of the trial without compiling, if an eager pass takes ``seconds``."""
-        return min(MOST_SECONDS, SHARE * self.passes_left * seconds)
+        run, least = self.passes_left * seconds, _LEAST_PASSES * seconds
+        is_allowed = least <= min(MOST_SECONDS_OF_LONG_PASSES, SHARE_OF_LONG_PASSES * run)
+        return min(max(MOST_SECONDS, least if is_allowed else 0.0), SHARE * run)
 
     def allowed(self, seconds: float) -> float:
         """Return the seconds of the trial, if an eager pass takes ``seconds``."""
@@ -285,6 +294,7 @@ class Trial:
             for weight, gradient in zip(self.trained, gradients, strict=True):
                 weight.grad = gradient
             states.restore()
+            move_back(self.modules[0])
             self._args, self._kwargs, self._calls = (), {}, {}
             self.recorder.return_unused()
 
@@ -330,6 +340,7 @@ class Trial:
             self._clear_gradients()
             if recorded is not None:
                 recorded.release()
+            move_back(self.modules[0])  # a pass that ended with an error leaves them
 
     def _lack_of_room(self, candidate: Candidate, peak: int) -> str | None:
         """Return that a candidate needs more memory than eager passes and leaves too little; None if it does not."""
@@ -365,6 +376,7 @@ class Trial:
         check = LayerCheck(self.trained, self.recorder, self._calls, self._samples)
         with torch.no_grad(), self._autocast(), check.on(self.modules[0]):
             self._forward(*self._args, **self._kwargs)
+        move_back(self.modules[0])
         return check.problem
 
     def _results(self, output: torch.Tensor) -> Results:

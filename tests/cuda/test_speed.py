@@ -33,6 +33,23 @@ def test_what_a_trial_chooses_is_launched_and_kept(checkout, train_on_gpu, tmp_p
 
 
 @pytest.mark.newest
+def test_a_trial_leaves_swapped_blocks_where_steps_begin(checkout, train_on_gpu, tmp_path):
+    script, options = "flux_train_network.py", (*BF16, "--blocks_to_swap", "2", "--no-selective_torch_compile")
+    env = {"TRIAL_CHOOSES": "fused_operations", "KOHYA_EXT_CACHE": str(tmp_path)}
+    forced = train_on_gpu(checkout, script, *options, "--speed", "off", "--fused_operations", "--one_way_block_swap")
+    tried = train_on_gpu(checkout, script, *options, "--speed", "auto", env=env)
+    assert tried.code == 0, tried.output[-4000:]
+    assert "speed: fused operations: forward and backward take " in tried.output
+    assert "one_way_block_swap" in tried.reached
+    for ours, reference in zip(tried.later_steps, forced.later_steps, strict=True):
+        assert (ours.launches, ours.bytes_to_host) == (reference.launches, reference.bytes_to_host)
+        # Tables of positions, which the trial has made, and which are copied with two waits.
+        assert abs(ours.bytes - reference.bytes) <= 1024
+        assert 0 <= reference.bytes_to_device - ours.bytes_to_device <= 1024
+        assert reference.syncs - ours.syncs in (0, 2)
+
+
+@pytest.mark.newest
 def test_default_is_exact(checkout, train_on_gpu, tmp_path):
     run = train_on_gpu(checkout, LORA, *BF16, env={"KOHYA_EXT_CACHE": str(tmp_path)})
     assert run.code == 0, run.output[-4000:]

@@ -56,6 +56,17 @@ def test_trial_that_chooses_eager_passes_changes_nothing(checkout, replayed, nam
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("chosen", ["", pytest.param("fused_operations", marks=pytest.mark.slow)])
+def test_trial_with_swapped_blocks_leaves_them_in_place(checkout, replayed, chosen):
+    """Of upstream's swap on a CPU both copies are one tensor."""
+    swapped = ("--blocks_to_swap", "2", "--one_way_block_swap")
+    whole = replayed(checkout, "flux_train_network.py", *BF16, *AUTO, chooses=chosen)
+    ours = replayed(checkout, "flux_train_network.py", *BF16, *AUTO, *swapped, chooses=chosen, env={"SWAP_ON_CPU": "late"})
+    assert ours.report["facts"]["one_way_block_swap"]["kept_bytes"] > 0
+    assert equal(ours, whole)
+
+
+@pytest.mark.newest
 def test_default_is_bit_identical(checkout, replayed):
     plain, default = (replayed(checkout, LORA, *BF16, "--max_train_steps", "10", *more) for more in (OFF, ()))
     assert default.report["facts"]["cuda_graphs"]["replayed"] >= 1

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from kohya_ext.compiling import blocks  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.kernels.modulation import PendingNorm  # noqa: E402
 from kohya_ext.speed import layers, proof, switches, trial, verdicts  # noqa: E402
 from kohya_ext.speed.comparison import Results  # noqa: E402
 from kohya_ext.speed.layers import LayerCheck  # noqa: E402
@@ -210,6 +211,33 @@ def test_trial_leaves_no_trace():
     assert machine.released == 2, "each recording's memory"
 
 
+class Swapped(Model):
+    """A model whose blocks a forward pass leaves elsewhere, until a backward pass or its method moves them back."""
+
+    blocks_to_swap, are_in_place, prepared = 1, True, 0
+
+    def forward(self, sample, scale=1.0):
+        assert self.are_in_place
+        self.are_in_place = False
+        output = super().forward(sample, scale)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: setattr(self, "are_in_place", True))
+        return output
+
+    def prepare_block_swap_before_forward(self):
+        self.are_in_place, self.prepared = True, self.prepared + 1
+
+
+@pytest.mark.parametrize("fault", [None, factor("gradient", 0.99), raising(RuntimeError())])
+def test_swapped_blocks_are_in_place_before_each_pass_and_after_the_trial(fault):
+    machine = gains()
+    model = Swapped(machine, (None, fault, None))
+    candidates = tried(model, machine, features=(FUSED_OPERATIONS,))
+    assert choose(candidates).features == (("fused_operations",) if fault is None else ())
+    assert model.are_in_place
+    assert model.prepared
+
+
 def timed_trial(seconds, passes, features=EAGER, **rest):
     """Return the trial and candidates of passes that take some seconds, the seconds that it took, and the compared layers."""
     machine = gains(seconds)
@@ -247,9 +275,18 @@ def test_slow_passes_compare_one_layer_of_each_kind(monkeypatch, seconds, compar
     assert len(names) == 3 * compared, "eager, in fp32 and fused"
 
 
-def test_passes_that_take_too_long_are_not_tried():
-    with pytest.raises(trial.NoTrialError, match=r"take 9\.0 s, too long"):
-        timed_trial(9.0, 10**6)
+@pytest.mark.parametrize(("seconds", "passes"), [(9.0, 700), (38.0, 10**6)])
+def test_passes_that_take_too_long_are_not_tried(seconds, passes):
+    """Beyond a minute a trial takes a hundredth of the run, and five minutes at most."""
+    with pytest.raises(trial.NoTrialError, match=rf"take {seconds} s, too long"):
+        timed_trial(seconds, passes)
+
+
+@pytest.mark.parametrize(("seconds", "passes"), [(9.0, 900), (36.0, 10**6)])
+def test_long_passes_get_time_for_one_candidate(seconds, passes):
+    _, candidates, took = timed_trial(seconds, passes)
+    assert sum(candidate.in_time for candidate in candidates) == 2
+    assert 50 < took <= min(300, seconds * passes / 100)
 
 
 @pytest.mark.parametrize(
@@ -357,6 +394,32 @@ class Norm(torch.nn.LayerNorm):
 @pytest.mark.parametrize(("factor", "problem"), [(1.0, None), (1.01, "in 0, the gradients")])
 def test_output_in_16_bits_differs_by_rounding(factor, problem):
     differs = check_layers(torch.nn.Sequential(Norm(factor)), torch.randn(64, WIDTH, dtype=torch.bfloat16))
+    assert differs == problem if problem is None else differs.startswith(problem)
+
+
+class FaultyNorm(PendingNorm):
+    def __mul__(self, factor):
+        return super().__mul__(factor * 1.01)
+
+
+class ModulatedNorm(torch.nn.LayerNorm):
+    """A norm whose fused form is computed together with its modulation."""
+
+    is_modulated = True
+
+    def __init__(self, pending):
+        super().__init__(WIDTH, elementwise_affine=False)
+        self.pending = pending
+
+    def forward(self, x):
+        return self.pending(self, x) if FUSED_OPERATIONS.on else super().forward(x)
+
+
+@pytest.mark.parametrize(("pending", "problem"), [(PendingNorm, None), (FaultyNorm, "in 0, ")])
+def test_norms_are_compared_with_a_modulation(pending, problem):
+    model = torch.nn.Sequential(ModulatedNorm(pending), torch.nn.Module())
+    model[1].forward = lambda norm: norm * torch.ones(1, 1, WIDTH).bfloat16() + torch.zeros(1, 1, WIDTH).bfloat16()
+    differs = check_layers(model, torch.randn(2, 8, WIDTH).bfloat16())
     assert differs == problem if problem is None else differs.startswith(problem)
 
 
