@@ -109,7 +109,9 @@ def speed() -> Iterator[str]:
     gain = upstream[-1]["seconds"] / next(run["seconds"] for run in ours if run["visit"] == upstream[-1]["visit"])
     yield f"trained an SDXL LoRA {gain:.1f} times as fast as upstream with the same options"
     (*_, moved, launches), (*_, less, fewer) = row("sdxl-lora", "upstream", "1"), row("sdxl-lora", "fused graphs", "1")
-    yield f"moves {less} instead of {moved} GB and launches {fewer} instead of {launches} kernels"
+    (*_, of_flux, _), (*_, less_of_flux, _) = row("flux-lora", "upstream", "1"), row("flux-lora", "fused graphs", "1")
+    yield f"A FLUX LoRA step moves {less_of_flux} instead of {of_flux} GB"
+    yield f"an SDXL one {less} of {moved} GB with {fewer} of {launches} kernels"
     (whole, *_), (first, second, *_) = row("sdxl-lora", "upstream"), row("sdxl-lora", "selective")
     yield f"The first start of an SDXL LoRA takes {first} longer, where upstream's `` takes {whole}, and later starts {second}"
     errors = map(output_errors, ("int8", "fp8", "upstream"))
