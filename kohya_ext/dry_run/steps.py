@@ -6,7 +6,7 @@ import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,9 @@ class Steps:
         phase, reserved = _highest(allocator), allocator.most_reserved
         allocated = allocator.peaks[phase]
         measured = self.request.micro_steps if self.request.recorded else len(self.work) - 1  # before passes are recorded
+        work = self.work[measured]
+        if self.request.recorded:  # that step also creates the optimizer's state
+            work = replace(work, optimizer=self.work[-1].optimizer)
         tensors = peak(self.tracker.events, self.tracker.kinds, phase)
         trained = {id(each): each.numel() for each in self._trained()}
         return {
@@ -186,7 +189,7 @@ class Steps:
             "parts": {kind.value: size for kind, size in tensors.parts.items()} | {"rounding": allocated - tensors.bytes},
             "phase_peaks": allocator.peaks,
             "flops": self.passes[measured][1] - self.passes[measured - self.request.micro_steps][1],
-            "work": self.work[measured].as_row(),
+            "work": work.as_row(),
             "recorded_kernels": self.tracker.recorded_kernels,
             "trainable_parameters": sum(trained.values()),
             "trained_tensors": len(trained),
