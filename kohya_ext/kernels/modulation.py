@@ -113,7 +113,17 @@ class PendingNorm:
         """Do what torch calls for a tensor, which is the left operand, and this one."""
         if func in (torch.Tensor.mul, torch.Tensor.add) and not kwargs and isinstance(args[1], cls):
             return args[1] * args[0] if func is torch.Tensor.mul else args[1] + args[0]
-        return func(*torch.utils._pytree.tree_map_only(cls, cls.value, args), **(kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _of_value(name: str) -> Any:
+    return lambda self, *args: getattr(self.value(), name)(*args)
+
+
+# Python looks operators up on the class.
+for _operator in ("getitem", "len", "iter", "neg", "sub", "rsub", "truediv", "rtruediv", "matmul", "pow"):
+    setattr(PendingNorm, f"__{_operator}__", _of_value(f"__{_operator}__"))
 
 
 def is_modulation(values: Any, x: Any) -> bool:
