@@ -3,8 +3,8 @@
 Memory bandwidth limits eager mode as much as arithmetic does: each operator reads and writes whole activations
 (``python -m benchmarks.eight_bit_steps`` counts the bytes). :mod:`kohya_ext.kernels.fused` contains the replacements:
 
-- a LoRA's products and sum together with its layer, and the 16-bit copies of all LoRA weights of a block
-  (:mod:`kohya_ext.kernels.casts`);
+- a LoRA's products and sum together with its layer, those of queries, keys and values together, and the 16-bit copies of all
+  LoRA weights of a block (:mod:`kohya_ext.kernels.casts`);
 - RMSNorm of FLUX, Chroma and Lumina, and the rotary embedding of these and HunyuanImage;
 - LayerNorm and its modulation by the conditioning, in the blocks of DiTs (:mod:`kohya_ext.kernels.modulation`);
 - GEGLU and the norms in the blocks of SDXL's and SD1.5's U-Nets. Under autocast these norms return fp32, which every consumer
@@ -16,11 +16,13 @@ Compiled blocks are not changed, because a compiler fuses more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
+from operator import itemgetter
 from types import MethodType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from kohya_ext.config.settings import Option, Settings, boolean
 from kohya_ext.patching.lora_modules import FORWARD_WITHOUT_BIAS, NETWORKS, used_attributes
@@ -33,10 +35,14 @@ from kohya_ext.speed import switches
 _counts: Counter[str] = Counter()
 
 #: The methods in place of upstream's ``LoRAModule.forward``. That of another network may use weights for more than products.
-_forwards: WeakSet[Any] = WeakSet()
+_forwards: WeakKeyDictionary[Any, Callable[[Any], bool]] = WeakKeyDictionary()
+"""With the condition for fused operations of a module."""
 
 #: Attribute of a block: the layers of its LoRA modules.
 _LORA_LAYERS = "_kohya_ext_lora_layers"
+
+#: Attribute of a LoRA module while the attention that it belongs to runs.
+_SHARED = "_kohya_ext_shared_input"
 
 
 FUSED_OPERATIONS = Option(
@@ -64,33 +70,123 @@ def _lora(original: Any, settings: Settings) -> Any:
     works = switches.works(switches.FUSED_OPERATIONS, settings)
     linear, plain, quantized = torch.nn.Linear, torch.nn.Linear.forward, QuantizedLinear.forward
 
-    @wraps(original)
-    def forward(self: Any, x: Any) -> Any:
-        base, down = self.org_forward, self.lora_down
-        is_fused = (
+    def is_fused(lora: Any) -> bool:
+        base, down = lora.org_forward, lora.lora_down
+        layer: Any = getattr(base, "__self__", None)
+        return (
             not torch.compiler.is_compiling()
             and works()
             and type(base) is MethodType
             and (base.__func__ is plain or base.__func__ is quantized)
             and type(down) is linear
-            and not (has_split_dims and self.split_dims is not None)
-            and not (self.training and any(getattr(self, name) is not None for name in unsupported_options))
+            and not (has_split_dims and lora.split_dims is not None)
+            and not (lora.training and any(getattr(lora, name) is not None for name in unsupported_options))
+            # DeepSpeed's ZeRO-3 gathers a module's weights when the module is called.
+            and not hasattr(layer.weight, "ds_id")
         )
-        # DeepSpeed's ZeRO-3 gathers a module's weights when the module is called.
-        if not is_fused or hasattr(base.__self__.weight, "ds_id"):
+
+    @wraps(original)
+    def forward(self: Any, x: Any) -> Any:
+        if not is_fused(self):
             return original(self, x)
-        weight, down, up = base.__self__.weight, down.weight, self.lora_up.weight
+        layer, down, up = self.org_forward.__self__, self.lora_down.weight, self.lora_up.weight
         factor = float(self.multiplier * self.scale)
-        if base.__func__ is quantized:
+        if type(layer) is QuantizedLinear:
             _counts["products"] += 1
-            return base.__self__.with_lora(x, down, up, factor)
+            return layer.with_lora(x, down, up, factor)
+        weight = layer.weight
         if weight.requires_grad or not (torch.is_autocast_enabled(x.device.type) or x.dtype is weight.dtype is down.dtype):
             return original(self, x)
         _counts["products"] += 1
-        return linear_with_lora(x, weight, base.__self__.bias, down, up, factor)
+        if (shared := self.__dict__.get(_SHARED)) is not None:
+            return shared.output(self, x, factor)
+        return linear_with_lora(x, weight, layer.bias, down, up, factor)
 
-    _forwards.add(forward)
+    _forwards[forward] = is_fused
     return forward
+
+
+class _SharedInput:
+    """Computes the LoRA layers of one input together when the first of them is called."""
+
+    def __init__(self, loras: Sequence[Any]) -> None:
+        self._loras = loras
+        self._input: Any = None
+        self._version = 0
+        self._outputs: dict[Any, Any] = {}
+
+    def output(self, lora: Any, x: Any, factor: float) -> Any:
+        """Return the output of a layer for ``x``; it is kept for one call."""
+        from kohya_ext.kernels.fused import linears_with_lora
+
+        if self._input is not x or self._version != x._version or lora not in self._outputs:
+            bases, downs, ups = zip(
+                *((each.org_forward.__self__.weight, each.lora_down.weight, each.lora_up.weight) for each in self._loras),
+                strict=True,
+            )
+            self._outputs = dict(zip(self._loras, linears_with_lora(x, bases, downs, ups, factor), strict=True))
+            self._input, self._version = x, x._version
+        return self._outputs.pop(lora)
+
+
+def _attention(queries: str, *others: str) -> Callable[[Any, Settings], Any]:
+    """Return a replacement of an attention, whose layers for queries, and for keys and values, have these names.
+
+    Its second argument is the input of keys and values, if that is not the one of queries.
+    """
+
+    def replace(original: Any, settings: Settings) -> Any:
+        import torch
+
+        works = switches.works(switches.FUSED_OPERATIONS, settings)
+
+        @wraps(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not works() or torch.is_inference_mode_enabled():
+                return original(self, *args, **kwargs)
+            context = kwargs.get("context", args[1] if len(args) > 1 else None)
+            names = others if context is not None else (queries, *others)
+            with _shared_input([getattr(self._modules.get(name), "__dict__", {}).get("forward") for name in names]) as count:
+                _counts["shared products"] += count
+                return original(self, *args, **kwargs)
+
+        return forward
+
+    return replace
+
+
+@contextmanager
+def _shared_input(methods: Sequence[Any]) -> Iterator[int]:
+    """Compute the LoRA modules of some layers' replaced forwards together inside the block, if they allow it.
+
+    Yields the number of layers.
+    """
+    loras = [method.__self__ for method in methods if type(method) is MethodType and method.__func__ in _forwards]
+    if len(loras) < len(methods) or not _is_alike(loras):
+        yield 0
+        return
+    shared = _SharedInput(loras)
+    for lora in loras:
+        lora.__dict__[_SHARED] = shared
+    try:
+        yield len(loras)
+    finally:
+        for lora in loras:
+            lora.__dict__.pop(_SHARED, None)
+
+
+def _is_alike(loras: Sequence[Any]) -> bool:
+    """Return whether LoRA modules can share products: fused ones of plain layers without bias, of one shape and factor."""
+    import torch
+
+    forms = set()
+    for lora in loras:
+        if not _forwards[lora.forward.__func__](lora) or lora.org_forward.__func__ is not torch.nn.Linear.forward:
+            return False
+        layer, down = lora.org_forward.__self__, lora.lora_down.weight
+        is_plain = layer.bias is None and not layer.weight.requires_grad
+        forms.add((is_plain, layer.weight.shape, layer.weight.dtype, down.shape, down.dtype, lora.multiplier * lora.scale))
+    return len(forms) == 1 and forms.pop()[0]
 
 
 def _block(original: Any, settings: Settings) -> Any:
@@ -120,8 +216,9 @@ def _lora_layers(block: Any) -> list[Any]:
         loras: list[Any] = [method.__self__ for method in methods if method.__func__ in _forwards]
         if not loras:
             return []
-        layers = (layer for lora in loras for layer in lora.modules())
-        block.__dict__[_LORA_LAYERS] = [layer for layer in layers if type(layer) in (torch.nn.Linear, torch.nn.Conv2d)]
+        # Names sort the layers of a module, so that the copies of layers that share an input follow each other.
+        layers = sorted((pair for lora in loras for pair in lora.named_modules()), key=itemgetter(0))
+        block.__dict__[_LORA_LAYERS] = [layer for _, layer in layers if type(layer) in (torch.nn.Linear, torch.nn.Conv2d)]
     return list(block.__dict__[_LORA_LAYERS])
 
 
@@ -294,6 +391,13 @@ def _geglu(original: Any, settings: Settings) -> Any:
     return forward
 
 
+#: Attentions whose queries, keys and values are layers of their own: module, method, its first two parameters, and their names.
+_ATTENTIONS = (
+    ("library.sdxl_original_unet", "CrossAttention.forward", ("hidden_states", "context"), ("to_q", "to_k", "to_v")),
+    ("library.original_unet", "CrossAttention.forward", ("hidden_states", "context"), ("to_q", "to_k", "to_v")),
+    ("library.anima_models", "Attention.compute_qkv", ("x", "context"), ("q_proj", "k_proj", "v_proj")),
+)
+
 #: Modules with blocks whose norms are modulated, the first parameter of these, and their classes.
 _MODULATED = (
     ("library.flux_models", "hidden_size", ("DoubleStreamBlock", "SingleStreamBlock")),
@@ -388,6 +492,10 @@ PATCH = Patch(
             Target(family.blocks.module, f"{block}.{family.blocks.method}", _block, takes("self"), body="runs")
             for family in FAMILIES
             for block in family.blocks.classes
+        ),
+        *(
+            Target(module, method, _attention(*layers), takes("self", *parameters), body="runs")
+            for module, method, parameters, layers in _ATTENTIONS
         ),
         *(
             Target(module, f"{block}.__init__", _modulated_norms, takes("self", first), body="runs")

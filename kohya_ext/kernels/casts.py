@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 #: Each copy begins at a multiple of as many elements in the common tensor, so that kernels can load whole vectors.
 _ALIGNMENT = 64
 
+_apart = False
+"""Whether :func:`together` replaces nothing."""
+
 
 class _Copies(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     @staticmethod
@@ -55,12 +58,11 @@ def copies(weights: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
 def together(layers: Sequence[Any]) -> Iterator[int]:
     """Replace the weights of layers by copies in autocast's dtype inside the block, if autocast would copy all of them.
 
-    Not without gradients: a pass may be run again with them inside the block. Yields the number of copies.
+    Yields the number of copies.
     """
     weights = [layer._parameters["weight"] for layer in layers]
     device = weights[0].device.type if weights else "cpu"
-    is_copied = torch.is_grad_enabled() and torch.is_autocast_enabled(device) and all(map(_is_copied, weights))
-    if not weights or not is_copied:
+    if _apart or not weights or not torch.is_autocast_enabled(device) or not all(map(_is_copied, weights)):
         yield 0
         return
     for layer, copy in zip(layers, copies(weights, torch.get_autocast_dtype(device)), strict=True):
@@ -70,6 +72,17 @@ def together(layers: Sequence[Any]) -> Iterator[int]:
     finally:
         for layer, weight in zip(layers, weights, strict=True):
             layer._parameters["weight"] = weight
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Leave layers their own weights inside the block, where a layer of a pass without gradients may run again with them."""
+    global _apart
+    before, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = before
 
 
 def _is_copied(weight: Any) -> bool:

@@ -7,6 +7,7 @@ sums are computed in another order. This module needs torch but not sd-scripts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,66 @@ def linear_with_lora(x: Any, weight: Any, bias: Any, down: Any, up: Any, factor:
         x, weight, down, up = x.to(dtype), weight.to(dtype), down.to(dtype), up.to(dtype)
         bias = bias.to(dtype) if bias is not None else None
     return _LinearWithLoRA.apply(x, weight, bias, down, up, factor)
+
+
+class _LinearsWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """Compute the same for several layers of one input: their A are one product, their B one batch of products.
+
+    The gradients of the input are added by the products too. W have a product each, because joining them would copy them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, factor: float, count: int, *weights: Any) -> tuple[Any, ...]:
+        bases, downs, ups = weights[:count], weights[count : 2 * count], weights[2 * count :]
+        rows, (rank, out) = x.reshape(-1, x.shape[-1]), ups[0].t().shape
+        hidden = scaled_product(rows, joined(downs).t(), factor)
+        outputs = rows.new_empty(count, len(rows), out)
+        for output, base in zip(outputs, bases, strict=True):
+            torch.mm(rows, base.t(), out=output)
+        outputs.baddbmm_(hidden.view(-1, count, rank).transpose(0, 1), joined(ups).view(count, out, rank).transpose(1, 2))
+        ctx.save_for_backward(rows, hidden, *weights)
+        ctx.factor, ctx.count = factor, count
+        return tuple(torch.ops.aten._unsafe_view(output, (*x.shape[:-1], out)) for output in outputs)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        rows, hidden, *weights = ctx.saved_tensors
+        count, shape = ctx.count, gradients[0].shape
+        bases, downs, ups = weights[:count], weights[count : 2 * count], weights[2 * count :]
+        gradients = tuple(gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients)
+        parts = hidden.chunk(count, dim=1)
+        grad_hidden = torch.empty_like(hidden)
+        for gradient, up, part in zip(gradients, ups, grad_hidden.chunk(count, dim=1), strict=True):
+            torch.addmm(gradient.new_empty(1), gradient, up, beta=0, alpha=ctx.factor, out=part)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = gradients[0] @ bases[0]
+            for gradient, base in zip(gradients[1:], bases[1:], strict=True):
+                grad_x.addmm_(gradient, base)
+            grad_x = grad_x.addmm_(grad_hidden, joined(downs)).view(*shape[:-1], -1)
+        grad_downs = (grad_hidden.t() @ rows).chunk(count)
+        grad_ups = [gradient.t() @ part for gradient, part in zip(gradients, parts, strict=True)]
+        return grad_x, None, None, *(None for _ in bases), *grad_downs, *grad_ups
+
+
+def linears_with_lora(x: Any, weights: Sequence[Any], downs: Sequence[Any], ups: Sequence[Any], factor: float) -> list[Any]:
+    """Return the results of :func:`linear_with_lora` for layers without bias that read one input and have equal shapes."""
+    tensors, device = [x, *weights, *downs, *ups], x.device.type
+    if torch.is_autocast_enabled(device):
+        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    return list(_LinearsWithLoRA.apply(tensors[0], factor, len(weights), *tensors[1:]))
+
+
+def joined(tensors: Sequence[Any]) -> Any:
+    """Return tensors of one shape as one along the first dimension, without a copy if they follow each other in memory."""
+    first, size = tensors[0], tensors[0].numel()
+    storage, start = first.untyped_storage()._cdata, first.storage_offset()
+    for index, tensor in enumerate(tensors):
+        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        if place != (storage, start + index * size) or not tensor.is_contiguous():
+            return torch.cat([*tensors])
+    return first.as_strided((len(tensors) * len(first), *first.shape[1:]), first.stride())
 
 
 @functools.cache

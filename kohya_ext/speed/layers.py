@@ -24,6 +24,7 @@ import torch
 
 from kohya_ext.compiling.blocks import RUN
 from kohya_ext.compiling.graphs import RandomStates, Recorder, test_gradient
+from kohya_ext.kernels import casts
 from kohya_ext.kernels.modulation import PendingNorm, modulation_of
 from kohya_ext.speed import switches
 from kohya_ext.speed.comparison import OF_MODEL, Difference, Results
@@ -104,7 +105,7 @@ class LayerCheck:
         """Compare the features that are on. The model must run without gradients, and with the block's autocast."""
         self._features = [switch.name for switch in switches.ALL if switch.on]
         are_compared = self._calls.__contains__ if switches.COMPILED_BLOCKS.on else _is_layer
-        with ExitStack() as hooks:
+        with ExitStack() as hooks, casts.apart():
             for name, layer in model.named_modules():
                 if are_compared(layer):
                     hooks.callback(layer.register_forward_hook(partial(self._compare, name), with_kwargs=True).remove)

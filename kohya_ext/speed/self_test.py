@@ -84,6 +84,8 @@ def fused_operations(device: torch.device) -> None:
             expected = _gradients(x.float() @ weight.float().t() + change, [x, down, up])
             result = _gradients(fused.linear_with_lora(x, weight, None, down, up, 0.5), [x, down, up])
             _compare(result, expected, f"LoRA of rank {rank} in {dtype}")
+            three = torch.stack(fused.linears_with_lora(x, [weight] * 3, [down] * 3, [up] * 3, 0.5)).mean(0)
+            _compare(_gradients(three, [x, down, up]), expected, f"three LoRA layers of rank {rank} in {dtype}")
 
 
 class _Block(torch.nn.Module):  # type: ignore[misc]  # torch is not followed

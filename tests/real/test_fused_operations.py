@@ -1,6 +1,7 @@
 """--fused_operations: as accurate as upstream's classes with less memory traffic, and the same training result."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from kohya_ext.dry_run import autocast  # noqa: E402
 from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.quantization.linear import convert  # noqa: E402
+from tests.counting import recorded_operators  # noqa: E402
 
 BATCH, TOKENS, HEADS, WIDTH, RANK = 2, 24, 2, 64, 8
 
@@ -151,8 +153,50 @@ def _hunyuan_image(modules):
     return block.to, lambda *given: torch.cat(block(*given, None, parameters), 1), torch.nn.Module(), inputs
 
 
+def _with_loras(module, modules):
+    """Return LoRA modules of all layers of a frozen module."""
+    module.requires_grad_(False)
+    layers = [layer for layer in module.modules() if type(layer) is torch.nn.Linear]
+    kind = modules("networks.lora").LoRAModule
+    loras = torch.nn.ModuleList([kind(f"lora{index}", layer, 1.0, RANK, 5) for index, layer in enumerate(layers)])
+    for lora in loras:
+        lora.apply_to()
+    for weight in loras.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    return loras
+
+
+def _attention(name):
+    def build(modules):
+        attention = modules(name).CrossAttention(WIDTH, WIDTH, HEADS, WIDTH // HEADS)
+        attention.set_use_sdpa(True)
+        loras = _with_loras(attention, modules)
+        return attention.to, lambda *inputs: attention(*inputs), loras, [_activation(TOKENS, WIDTH)]
+
+    return build
+
+
+def _cross_attention(name):
+    def build(modules):
+        to, function, loras, inputs = _attention(name)(modules)
+        return to, function, loras, [*inputs, _activation(7, WIDTH)]
+
+    return build
+
+
+def _anima_attention(modules):
+    attention = modules("library.anima_models").Attention(WIDTH, None, HEADS, WIDTH // HEADS)
+    parameters = modules("library.attention").AttentionParams.create_attention_params("torch", False)
+    loras = _with_loras(attention, modules)
+    return attention.to, lambda x: attention(x, parameters), loras, [_activation(TOKENS, WIDTH)]
+
+
 CASES = {
     **{name: _lora(name) for name in NETWORKS},
+    "library.sdxl_original_unet: attention": _attention("library.sdxl_original_unet"),
+    "library.original_unet: attention": _attention("library.original_unet"),
+    "library.sdxl_original_unet: cross-attention": _cross_attention("library.sdxl_original_unet"),
+    "library.anima_models: attention": _anima_attention,
     "library.flux_models": _norm("library.flux_models"),
     "library.lumina_models": _norm("library.lumina_models"),
     "rotary embedding": _rotation,
@@ -224,6 +268,70 @@ def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, checkout_m
     finally:
         patcher.undo()
     assert fused_operations._counts
+
+
+_CHANGES = {
+    "nothing": lambda loras: None,
+    "another rank": lambda loras: setattr(loras[1], "lora_down", torch.nn.Linear(WIDTH, RANK // 2, bias=False)),
+    "another factor": lambda loras: setattr(loras[1], "multiplier", 0.5),
+    "a bias": lambda loras: setattr(loras[1].org_forward.__self__, "bias", torch.nn.Parameter(torch.ones(WIDTH), False)),
+    "trained weights": lambda loras: loras[1].org_forward.__self__.requires_grad_(True),
+    "dropout": lambda loras: setattr(loras[1], "dropout", 1e-9),
+    "no LoRA": lambda loras: setattr(loras[1].org_forward.__self__, "forward", loras[1].org_forward),
+    "an 8-bit layer": lambda loras: _quantize(loras[1]),
+}
+
+
+def _quantize(lora):
+    convert(lora.org_forward.__self__, torch.int8, "operations", "cpu")
+    lora.org_forward = type(lora.org_forward.__self__).forward.__get__(lora.org_forward.__self__)
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_layers_of_one_input_share_products_if_they_are_alike(checkout, checkout_module, change):
+    def results(patch):
+        patcher = Patcher({"fused_operations": patch}, Settings(fused_operations=True), checkout)
+        fused_operations._counts.clear()
+        patcher.arm()
+        try:
+            torch.manual_seed(0)
+            _, function, loras, (x,) = _attention("library.sdxl_original_unet")(checkout_module)
+            _CHANGES[change](loras)
+            if change == "another rank":
+                loras[1].lora_up = torch.nn.Linear(RANK // 2, WIDTH, bias=False)
+            y = function(x.requires_grad_())
+            y.square().sum().backward()
+            gradients = [None if weight.grad is None else weight.grad for weight in loras.parameters()]
+            assert not any(fused_operations._SHARED in vars(lora) for lora in loras)
+            return [y, x.grad, *gradients], fused_operations._counts["shared products"]
+        finally:
+            patcher.undo()
+
+    ours, count = results(fused_operations.PATCH)
+    theirs, _ = results(replace(fused_operations.PATCH, targets=()))
+    assert count == (3 if change == "nothing" else 0)
+    for mine, upstreams in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, upstreams, rtol=1e-4, atol=1e-5)
+
+
+def test_shared_products_are_those_of_the_input_at_each_call(checkout, checkout_module):
+    patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
+    patcher.arm()
+    try:
+        torch.manual_seed(0)
+        loras = _attention("library.sdxl_original_unet")(checkout_module)[2]
+        layers = [lora.org_forward.__self__ for lora in loras[:3]]
+        x = _activation(TOKENS, WIDTH)
+        alone = [[layer(value).detach() for layer in layers] for value in (x, x + 1)]
+        with torch.no_grad(), fused_operations._shared_input([layer.forward for layer in layers]) as count:
+            assert count == 3
+            first, again, second = layers[0](x), layers[0](x), layers[1](x)
+            x += 1
+            third = layers[2](x)
+    finally:
+        patcher.undo()
+    for result, expected in zip((first, again, second, third), (alone[0][0], *alone[0][:2], alone[1][2]), strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
@@ -314,19 +422,20 @@ def test_weights_copied_together_change_no_bit(checkout, checkout_module, monkey
         for weight in loras.parameters():
             torch.nn.init.normal_(weight, std=0.1)
         x = _activation(TOKENS, WIDTH).bfloat16().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), recorded_operators() as operators:
             y = block(x, _activation(7, WIDTH).bfloat16())
         y.float().square().sum().backward()
-        return [y, x.grad, *(weight.grad for weight in loras.parameters())]
+        return [y, x.grad, *(weight.grad for weight in loras.parameters())], operators
 
     patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
     fused_operations._counts.clear()
     patcher.arm()
     try:
-        together = results()
+        together, operators = results()
+        assert "aten::cat" not in operators, "weights that share a product follow each other in memory"
         assert fused_operations._counts["copies"] == 20
         monkeypatch.setattr("kohya_ext.kernels.casts.together", lambda layers: nullcontext(0))
-        singly = results()
+        singly, _ = results()
         assert fused_operations._counts["copies"] == 20
         monkeypatch.undo()
         results(forward=lambda self, x: self.org_forward(x) + self.lora_up.weight.float().sum())

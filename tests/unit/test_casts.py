@@ -76,3 +76,12 @@ def test_weights_that_autocast_would_not_copy_stay(why):
     with torch.autocast("cpu", torch.bfloat16, enabled=why != "no autocast"), casts.together(used) as count:
         assert count == 0
         assert all(layer.weight is weight for layer, weight in zip(layers, weights, strict=True))
+
+
+def test_weights_are_copied_without_gradients_but_not_where_a_layer_may_run_again():
+    layer = torch.nn.Linear(4, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with casts.together([layer]) as count:
+            assert (count, layer.weight.requires_grad) == (1, False)
+        with casts.apart(), casts.together([layer]) as count:
+            assert (count, layer.weight.requires_grad) == (0, True)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from kohya_ext.compiling import blocks  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.kernels import casts  # noqa: E402
 from kohya_ext.kernels.modulation import PendingNorm  # noqa: E402
 from kohya_ext.speed import layers, proof, switches, trial, verdicts  # noqa: E402
 from kohya_ext.speed.comparison import Results  # noqa: E402
@@ -394,6 +395,25 @@ class Norm(torch.nn.LayerNorm):
 @pytest.mark.parametrize(("factor", "problem"), [(1.0, None), (1.01, "in 0, the gradients")])
 def test_output_in_16_bits_differs_by_rounding(factor, problem):
     differs = check_layers(torch.nn.Sequential(Norm(factor)), torch.randn(64, WIDTH, dtype=torch.bfloat16))
+    assert differs == problem if problem is None else differs.startswith(problem)
+
+
+class Copied(torch.nn.Module):
+    """A block whose layer has a copy of its weight, with a gradient that is wrong by a factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layer.weight.register_hook(lambda gradient: gradient * (factor if FUSED_OPERATIONS.on else 1.0))
+
+    def forward(self, x):
+        with casts.together([self.layer]):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize(("factor", "problem"), [(1.0, None), (1.01, "in 0.layer, the gradients")])
+def test_weights_that_a_block_copies_are_compared_themselves(factor, problem):
+    differs = check_layers(torch.nn.Sequential(Copied(factor)), torch.randn(64, WIDTH))
     assert differs == problem if problem is None else differs.startswith(problem)
 
 
