@@ -134,7 +134,9 @@ def _elementwise(precision: str) -> Iterator[Configuration]:
     for name, kernel in (("input", elementwise._geglu), ("gradient", elementwise._geglu_backward)):
         yield Configuration(f"gate {name}", kernel, types, tile, 4, 3)
     for name, sign in (("input", 1), ("gradient", -1)):
-        yield Configuration(f"rotation {name}", elementwise._rotate, types, {**tile, "SIGN": sign, "WIDTH": 128}, 4, 3)
+        for pairs, halves in (("rotation", False), ("rotation of halves", True)):
+            constants = {**tile, "SIGN": sign, "WIDTH": 128, "HALVES": halves}
+            yield Configuration(f"{pairs} {name}", elementwise._rotate, types, constants, 4, 3)
 
 
 def resources(configuration: Configuration, capability: int) -> Resources:

@@ -5,7 +5,7 @@ Memory bandwidth limits eager mode as much as arithmetic does: each operator rea
 
 - a LoRA's products and sum together with its layer, those of queries, keys and values together, and the 16-bit copies of all
   LoRA weights of a block (:mod:`kohya_ext.kernels.casts`);
-- RMSNorm of FLUX, Chroma and Lumina, and the rotary embedding of these and HunyuanImage;
+- RMSNorm of the DiTs, and the rotary embedding of FLUX, Chroma, Lumina, HunyuanImage and Anima;
 - LayerNorm and its modulation by the conditioning, in the blocks of DiTs (:mod:`kohya_ext.kernels.modulation`);
 - GEGLU and the norms in the blocks of SDXL's and SD1.5's U-Nets. Under autocast these norms return fp32, which every consumer
   would copy to 16 bits.
@@ -222,7 +222,11 @@ def _lora_layers(block: Any) -> list[Any]:
     return list(block.__dict__[_LORA_LAYERS])
 
 
-def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settings], Any]:
+def _rms_norm(
+    weight: str, eps: Callable[[Any], float], fits: Callable[[Any, Any], bool] = lambda x, weight: True
+) -> Callable[[Any, Settings], Any]:
+    """Return a replacement for the norms of which ``fits(x, weight)`` is true; others stay."""
+
     def replace(original: Any, settings: Settings) -> Any:
         import torch
 
@@ -232,7 +236,7 @@ def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settin
 
         @wraps(original)
         def forward(self: Any, x: Any) -> Any:
-            if torch.compiler.is_compiling() or not works():
+            if torch.compiler.is_compiling() or not works() or not fits(x, getattr(self, weight)):
                 return original(self, x)
             _counts["norms"] += 1
             return rms_norm(x, getattr(self, weight), eps(self))
@@ -296,6 +300,32 @@ def _rotation_by_cosines(original: Any, settings: Settings) -> Any:
         return rotate(xq, rotations), rotate(xk, rotations)
 
     return apply_rotary_emb
+
+
+def _rotation_by_angles(original: Any, settings: Settings) -> Any:
+    """Replace a rotation of [b, tokens, heads, d] by fp32 angles [tokens, 1, 1, d], which stand in both halves of d.
+
+    Upstream rounds cosines and sines to 16 bits, and the products too.
+    """
+    import torch
+
+    from kohya_ext.kernels.fused import rotate
+
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
+
+    @wraps(original)
+    def apply_rotary_pos_emb(
+        t: Any, freqs: Any, *args: Any, tensor_format: str = "sbhd", fused: bool = False, **kwargs: Any
+    ) -> Any:
+        is_fused = not torch.compiler.is_compiling() and works() and t.device.type in ("cuda", "cpu")
+        is_usual = not args and not kwargs and not fused and tensor_format == "bshd"
+        if not is_fused or not is_usual or t.dim() != 4 or freqs.shape != (t.shape[1], 1, 1, t.shape[3]):
+            return original(t, freqs, *args, tensor_format=tensor_format, fused=fused, **kwargs)
+        _counts["rotations"] += 1
+        angles = freqs[:, 0, :, : t.shape[3] // 2][None]
+        return rotate(t, torch.polar(angles.new_ones(()), angles), halves=True)
+
+    return apply_rotary_pos_emb
 
 
 def _replace_children(original: Any, replacements: Mapping[type, type]) -> Any:
@@ -429,6 +459,29 @@ PATCH = Patch(
             takes("self", "x", exactly=True),
             body=known_bodies({"8a897ede5093": "since v0.10.1"}),
         ),
+        # Anima's result has the weight's precision if that is higher.
+        Target(
+            "library.anima_models",
+            "RMSNorm.forward",
+            _rms_norm("weight", lambda norm: norm.eps, lambda x, weight: x.dtype is weight.dtype),
+            takes("self", "x", exactly=True),
+            body=known_bodies({"1ecdccb2f867": "since v0.10.1"}, helpers={"RMSNorm._norm": {"020b369189b2": "since v0.10.1"}}),
+        ),
+        Target(
+            "library.hunyuan_image_modules",
+            "RMSNorm.forward",
+            _rms_norm("weight", lambda norm: norm.eps),
+            takes("self", "x", exactly=True),
+            body=known_bodies({"751a2ba9daac": "since v0.10.0"}, helpers={"RMSNorm._norm": {"020b369189b2": "since v0.10.0"}}),
+        ),
+        # Under autocast this one returns fp32, which attention rounds.
+        Target(
+            "library.sd3_models",
+            "RMSNorm.forward",
+            _rms_norm("weight", lambda norm: norm.eps, lambda x, weight: weight is not None),
+            takes("self", "x", exactly=True),
+            body=known_bodies({"ead57d013dd7": "since 2024-12"}, helpers={"rmsnorm": {"f1a122116f65": "since 2024-12"}}),
+        ),
         Target(
             "library.flux_models",
             "apply_rope",
@@ -459,6 +512,20 @@ PATCH = Patch(
                     "reshape_for_broadcast": {"f44cd68256d4": "since v0.10.0"},
                     "rotate_half": {"1a90995d5740": "since v0.10.0"},
                     "get_1d_rotary_pos_embed": {"e885aa85b7ba": "since v0.10.0"},
+                },
+            ),
+        ),
+        Target(
+            "library.anima_models",
+            "apply_rotary_pos_emb",
+            _rotation_by_angles,
+            takes("t", "freqs", "tensor_format"),
+            body=known_bodies(
+                {"d05a12100974": "since v0.10.1"},
+                helpers={
+                    "_apply_rotary_pos_emb_base": {"e294ab831810": "since v0.10.1"},
+                    "_rotate_half": {"70f45ffa70ef": "since v0.10.1"},
+                    "VideoRopePosition3DEmb.generate_embeddings": {"8c8069783cd8": "since v0.10.1"},
                 },
             ),
         ),

@@ -39,20 +39,30 @@ def _geglu_backward(gradient, halves, out, width, TILE: tl.constexpr):
 
 @triton.jit
 def _rotate(
-    x, table, out, heads, size, image_stride, head_stride, token_stride, table_stride, SIGN: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
+    x, table, out, heads, size, x_image, x_head, x_token, out_image, out_head, out_token, table_image,
+    SIGN: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, elements = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = elements < size
-    of_row = row // heads * image_stride + row % heads * head_stride
-    at = of_row + (elements // WIDTH) * token_stride + elements % WIDTH
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    turn = tl.load(table + row // heads * table_stride + elements, mask=inside, other=0.0)
-    first, second = tl.split(tl.reshape(value, (TILE // 2, 2)))
-    cosine, sine = tl.split(tl.reshape(turn, (TILE // 2, 2)))
+    row, pairs = tl.program_id(0).to(tl.int64), tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
+    x += row // heads * x_image + row % heads * x_head
+    out += row // heads * out_image + row % heads * out_head
+    table += row // heads * table_image
+    elements = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside, token, column = elements < size, elements // WIDTH, elements % WIDTH
+    cosine, sine = tl.split(tl.reshape(tl.load(table + elements, mask=inside, other=0.0), (TILE // 2, 2)))
     sine *= SIGN
-    result = tl.interleave(first * cosine - second * sine, first * sine + second * cosine)
-    tl.store(out + row * size + elements, result.to(out.dtype.element_ty), mask=inside)
+    if HALVES:
+        pair_inside, pair_token, half = 2 * pairs < size, 2 * pairs // WIDTH, pairs % (WIDTH // 2)
+        at = x + pair_token * x_token + half
+        first = tl.load(at, mask=pair_inside, other=0.0).to(tl.float32)
+        second = tl.load(at + WIDTH // 2, mask=pair_inside, other=0.0).to(tl.float32)
+        to = out + pair_token * out_token + half
+        tl.store(to, (first * cosine - second * sine).to(out.dtype.element_ty), mask=pair_inside)
+        tl.store(to + WIDTH // 2, (first * sine + second * cosine).to(out.dtype.element_ty), mask=pair_inside)
+    else:
+        value = tl.load(x + token * x_token + column, mask=inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(value, (TILE // 2, 2)))
+        result = tl.interleave(first * cosine - second * sine, first * sine + second * cosine)
+        tl.store(out + token * out_token + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 def geglu(halves: Any) -> Any:
@@ -81,15 +91,16 @@ def rotates(x: Any, rotations: Any) -> bool:
     return rotations.shape in ((images, 1, x.shape[2], x.shape[3] // 2) for images in (1, x.shape[0]))
 
 
-def rotate(x: Any, rotations: Any, inverse: bool) -> Any:
-    """Return ``x`` [b, heads, tokens, d] with adjacent elements rotated, or rotated back, contiguous.
+def rotate(x: Any, rotations: Any, inverse: bool, halves: bool = False) -> Any:
+    """Return ``x`` [b, heads, tokens, d] with pairs of elements rotated, or rotated back, in the order of ``x`` in memory.
 
-    ``rotations`` are complex64 [b or 1, 1, tokens, d / 2], contiguous.
+    A pair are adjacent elements, or with ``halves`` those at one place in both halves of d. ``rotations`` are complex64
+    [b or 1, 1, tokens, d / 2], contiguous.
     """
     images, heads, tokens, width = x.shape
     size, table = tokens * width, torch.view_as_real(rotations)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    strides = (*x.stride()[:3], size if len(rotations) > 1 else 0)
-    grid = (images * heads, triton.cdiv(size, _TILE))
-    _rotate[grid](x, table, out, heads, size, *strides, SIGN=-1 if inverse else 1, WIDTH=width, TILE=_TILE, num_warps=4)
+    out = torch.empty_like(x)
+    numbers = (*x.stride()[:3], *out.stride()[:3], size if len(rotations) > 1 else 0)
+    options = {"SIGN": -1 if inverse else 1, "WIDTH": width, "HALVES": halves, "TILE": _TILE, "num_warps": 4}
+    _rotate[(images * heads, triton.cdiv(size, _TILE))](x, table, out, heads, size, *numbers, **options)
     return out

@@ -198,34 +198,42 @@ class _Rotation(torch.autograd.Function):  # type: ignore[misc]  # torch is not 
     """Rotate forward and back without copies. torch's backward of a complex view copies non-contiguous gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, rotations: Any) -> Any:
+    def forward(ctx: Any, x: Any, rotations: Any, halves: bool) -> Any:
         ctx.save_for_backward(rotations)
-        return _rotated(x, rotations)
+        ctx.halves = halves
+        return _rotated(x, rotations, False, halves)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         (rotations,) = ctx.saved_tensors
-        return _rotated(gradient, rotations, inverse=True), None
+        return _rotated(gradient, rotations, True, ctx.halves), None, None
 
 
-def _rotated(x: Any, rotations: Any, inverse: bool = False) -> Any:
+def _rotated(x: Any, rotations: Any, inverse: bool, halves: bool) -> Any:
     kernels = elementwise_kernels(x.device.type, x.dtype)
     if kernels is not None and kernels.rotates(x, rotations):
-        return kernels.rotate(x, rotations, inverse)
+        return kernels.rotate(x, rotations, inverse, halves)
     if kernels is not None and x.dim() == 4 and kernels.rotates(x.transpose(1, 2), rotations.transpose(1, 2)):
-        return kernels.rotate(x.transpose(1, 2), rotations.transpose(1, 2), inverse).transpose(1, 2)
+        return kernels.rotate(x.transpose(1, 2), rotations.transpose(1, 2), inverse, halves).transpose(1, 2)
+    if halves:
+        out, sign = torch.empty_like(x), -1 if inverse else 1
+        (first, second), (to_first, to_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+        torch.mul(first, rotations.real, out=to_first).addcmul_(second, rotations.imag, value=-sign)
+        torch.mul(second, rotations.real, out=to_second).addcmul_(first, rotations.imag, value=sign)
+        return out
     pairs = torch.view_as_complex(x.to(torch.float32, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * (rotations.conj_physical() if inverse else rotations)).flatten(-2).type_as(x)
 
 
-def rotate(x: Any, rotations: Any) -> Any:
-    """Return ``x`` with each adjacent pair of elements rotated, as a complex product, in ``x``'s dtype.
+def rotate(x: Any, rotations: Any, halves: bool = False) -> Any:
+    """Return ``x`` with pairs of elements rotated, as a complex product, in ``x``'s dtype.
 
-    Shapes: ``x`` [..., d], ``rotations`` [..., d / 2], complex64, broadcast against it. Source: Su et al., "RoFormer",
+    A pair are adjacent elements, or with ``halves`` those at one place in both halves of d. Shapes: ``x`` [..., d],
+    ``rotations`` [..., d / 2], complex64, broadcast against it. Source: Su et al., "RoFormer",
     https://arxiv.org/abs/2104.09864, section 3.4.2.
     """
-    return _Rotation.apply(x, rotations)
+    return _Rotation.apply(x, rotations, halves)
 
 
 def layer_norm(x: Any, module: torch.nn.LayerNorm) -> Any:

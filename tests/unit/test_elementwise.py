@@ -39,8 +39,15 @@ for dtype in (torch.float16, torch.float32):
         assert elementwise.rotates(x, rotations)
         turned = elementwise.rotate(x, rotations, inverse=False)
         torch.testing.assert_close(turned.double(), torch.view_as_real(exact).flatten(-2), rtol=eps, atol=eps)
-        back = elementwise.rotate(turned.transpose(1, 2).contiguous().transpose(1, 2), rotations, inverse=True)
+        back = elementwise.rotate(turned.contiguous(), rotations, inverse=True)
         torch.testing.assert_close(back, x, rtol=4 * eps, atol=8 * eps)
+        assert turned.stride() == x.stride() != back.stride() == turned.contiguous().stride()
+        # The same pairs, one element of each in the first half.
+        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned_halves = elementwise.rotate(halves, rotations, inverse=False, halves=True)
+        assert torch.equal(turned_halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), turned)
+        back = elementwise.rotate(turned_halves, rotations, inverse=True, halves=True)
+        torch.testing.assert_close(back, halves, rtol=4 * eps, atol=8 * eps)
 print("equal")
 """
 
