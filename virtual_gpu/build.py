@@ -137,7 +137,7 @@ def _build(folder: Path) -> None:
     stubs.write_text(_stubs(sorted(functions - implemented - aliases.keys()), aliases))
     _run("g++", "-c", stubs, "-o", folder / "stubs.o")
     exports = folder / "exports.map"
-    names = "cu[A-Z]*; cuda*; cublas*; cudnn*; cusparse*; cusolver*; cufft*; __cuda*; nvml*; virtual_gpu_*;"
+    names = "cu[A-Z]*; cuda*; cublas*; cudnn*; cusparse*; cusolver*; cufft*; cupti*; __cuda*; nvml*; virtual_gpu_*;"
     exports.write_text(f"{{ global: {names} local: *; }};\n")
     # -Bsymbolic: its own calls reach its own functions, whatever else is loaded.
     link = ("-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", f"-Wl,--version-script,{exports}")
