@@ -129,10 +129,13 @@ def configurations(kind: str, precision: str) -> Iterator[Configuration]:
 def _elementwise(precision: str) -> Iterator[Configuration]:
     from kohya_ext.kernels import elementwise
 
-    types = {**dict.fromkeys(("x", "gradient", "halves", "out"), f"*{precision}"), "table": "*fp32"}
+    tensors = ("x", "gradient", "halves", "gate", "value", "grad_gate", "grad_value", "out")
+    types = {**dict.fromkeys(tensors, f"*{precision}"), "table": "*fp32"}
     tile = {"TILE": elementwise._TILE}
     for name, kernel in (("input", elementwise._geglu), ("gradient", elementwise._geglu_backward)):
         yield Configuration(f"gate {name}", kernel, types, tile, 4, 3)
+    for name, kernel in (("input", elementwise._swiglu), ("gradient", elementwise._swiglu_backward)):
+        yield Configuration(f"gate of two tensors {name}", kernel, types, tile, 4, 3)
     for name, sign in (("input", 1), ("gradient", -1)):
         for pairs, halves in (("rotation", False), ("rotation of halves", True)):
             constants = {**tile, "SIGN": sign, "WIDTH": 128, "HALVES": halves}

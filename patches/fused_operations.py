@@ -1,4 +1,4 @@
-"""Fuse normalization, rotary embedding, GEGLU and LoRA of eager blocks, for fewer passes over each activation.
+"""Fuse normalization, rotary embedding, gates and LoRA of eager blocks, for fewer passes over each activation.
 
 Memory bandwidth limits eager mode as much as arithmetic does: each operator reads and writes whole activations
 (``python -m benchmarks.eight_bit_steps`` counts the bytes). :mod:`kohya_ext.kernels.fused` contains the replacements:
@@ -7,6 +7,7 @@ Memory bandwidth limits eager mode as much as arithmetic does: each operator rea
   LoRA weights of a block (:mod:`kohya_ext.kernels.casts`);
 - RMSNorm of the DiTs, and the rotary embedding of FLUX, Chroma, Lumina, HunyuanImage and Anima;
 - LayerNorm and its modulation by the conditioning, in the blocks of DiTs (:mod:`kohya_ext.kernels.modulation`);
+- Lumina's SwiGLU;
 - GEGLU and the norms in the blocks of SDXL's and SD1.5's U-Nets. Under autocast these norms return fp32, which every consumer
   would copy to 16 bits.
 
@@ -278,7 +279,7 @@ def _token_rotation(original: Any, settings: Settings) -> Any:
         if torch.compiler.is_compiling() or not works() or x_in.device.type not in ("cuda", "cpu"):
             return original(x_in, freqs_cis)
         _counts["rotations"] += 1
-        return rotate(x_in, freqs_cis.unsqueeze(2))
+        return rotate(x_in, freqs_cis.unsqueeze(2).to(torch.complex64))  # upstream's are complex128
 
     return apply_rope
 
@@ -421,6 +422,24 @@ def _geglu(original: Any, settings: Settings) -> Any:
     return forward
 
 
+def _silu_gate(original: Any, settings: Settings) -> Any:
+    import torch
+
+    from kohya_ext.kernels.fused import swiglu
+
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
+
+    @wraps(original)
+    def gate(self: Any, x1: Any, x3: Any) -> Any:
+        is_fused = not torch.compiler.is_compiling() and works() and x1.device.type in ("cuda", "cpu")
+        if not is_fused or x1.dtype is not x3.dtype:
+            return original(self, x1, x3)
+        _counts["gates"] += 1
+        return swiglu(x1, x3)
+
+    return gate
+
+
 #: Attentions whose queries, keys and values are layers of their own: module, method, its first two parameters, and their names.
 _ATTENTIONS = (
     ("library.sdxl_original_unet", "CrossAttention.forward", ("hidden_states", "context"), ("to_q", "to_k", "to_v")),
@@ -538,6 +557,13 @@ PATCH = Patch(
                 body=known_bodies({"87753a8a2aa0": "since 2024-10"}, helpers={"GEGLU.gelu": {"656ea08553a6": "since 2024-10"}}),
             )
             for module in ("library.sdxl_original_unet", "library.original_unet")
+        ),
+        Target(
+            "library.lumina_models",
+            "FeedForward._forward_silu_gating",
+            _silu_gate,
+            takes("self", "x1", "x3", exactly=True),
+            body=known_bodies({"c3e674d98666": "since 2025-08"}),
         ),
         Target(
             "library.sdxl_original_unet",

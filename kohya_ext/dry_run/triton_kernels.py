@@ -23,8 +23,10 @@ _LIBRARY.define(
 )
 _LIBRARY.define("geglu(Tensor halves, Tensor(a!) out) -> ()")
 _LIBRARY.define("geglu_backward(Tensor gradient, Tensor halves, Tensor(a!) out) -> ()")
+_LIBRARY.define("swiglu(Tensor gate, Tensor value, Tensor(a!) out) -> ()")
+_LIBRARY.define("swiglu_backward(Tensor gradient, Tensor gate, Tensor value, Tensor(a!) out, Tensor(b!) out2) -> ()")
 _LIBRARY.define("rotate(Tensor x, Tensor table, Tensor(a!) out) -> ()")
-for _name in ("quantize_rows", "transpose", "multiply", "geglu", "geglu_backward", "rotate"):
+for _name in ("quantize_rows", "transpose", "multiply", "geglu", "geglu_backward", "swiglu", "swiglu_backward", "rotate"):
     _LIBRARY.impl(_name, lambda *_: None, "CompositeExplicitAutograd")
 _operators = torch.ops.kohya_ext_kernels
 
@@ -74,6 +76,14 @@ def _geglu_backward(gradient: Any, halves: Any, out: Any, *_: Any, **__: Any) ->
     _operators.geglu_backward(gradient, halves, out)
 
 
+def _swiglu(gate: Any, value: Any, out: Any, *_: Any, **__: Any) -> None:
+    _operators.swiglu(gate, value, out)
+
+
+def _swiglu_backward(gradient: Any, gate: Any, value: Any, grad_gate: Any, grad_value: Any, *_: Any, **__: Any) -> None:
+    _operators.swiglu_backward(gradient, gate, value, grad_gate, grad_value)
+
+
 def _rotate(x: Any, table: Any, out: Any, *_: Any, **__: Any) -> None:
     _operators.rotate(x, table, out)
 
@@ -108,6 +118,8 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
         (kernels, "_multiply", _multiply),
         (elementwise, "_geglu", _geglu),
         (elementwise, "_geglu_backward", _geglu_backward),
+        (elementwise, "_swiglu", _swiglu),
+        (elementwise, "_swiglu_backward", _swiglu_backward),
         (elementwise, "_rotate", _rotate),
     )
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Triton kernels of GEGLU and rotary embeddings: one pass, where torch's operators take two to four.
+"""Triton kernels of GEGLU, SwiGLU and rotary embeddings: one pass, where torch's operators take two to four.
 
 Values are computed in fp32 and rounded once.
 """
@@ -35,6 +35,28 @@ def _geglu_backward(gradient, halves, out, width, TILE: tl.constexpr):
     slope = share + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
     tl.store(out + row * 2 * width + columns, (grad * gate * share).to(out.dtype.element_ty), mask=inside)
     tl.store(out + row * 2 * width + width + columns, (grad * value * slope).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu(gate, value, out, size, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < size
+    given = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    result = given * tl.sigmoid(given) * tl.load(value + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(gradient, gate, value, grad_gate, grad_value, size, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < size
+    given = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(value + at, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(given)
+    slope = share * (1.0 + given * (1.0 - share))
+    tl.store(grad_gate + at, (grad * factor * slope).to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_value + at, (grad * given * share).to(grad_value.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -80,6 +102,20 @@ def geglu_backward(gradient: Any, halves: Any) -> Any:
     grid = (gradient.numel() // width, triton.cdiv(width, _TILE))
     _geglu_backward[grid](gradient, halves, out, width, TILE=_TILE, num_warps=4)
     return out
+
+
+def swiglu(gate: Any, value: Any) -> Any:
+    """Return ``silu(gate) * value``, both contiguous and of one shape."""
+    out = torch.empty_like(gate)
+    _swiglu[(triton.cdiv(out.numel(), _TILE),)](gate, value, out, out.numel(), TILE=_TILE, num_warps=4)
+    return out
+
+
+def swiglu_backward(gradient: Any, gate: Any, value: Any) -> tuple[Any, Any]:
+    """Return the gradients of ``gate`` and ``value`` for that of the result, all contiguous and of one shape."""
+    grads, size = (torch.empty_like(gate), torch.empty_like(value)), gate.numel()
+    _swiglu_backward[(triton.cdiv(size, _TILE),)](gradient, gate, value, *grads, size, TILE=_TILE, num_warps=4)
+    return grads
 
 
 def rotates(x: Any, rotations: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Fused eager operations: LoRA linear layers, GEGLU, norms and rotary embeddings in fewer passes over memory.
+"""Fused eager operations: LoRA linear layers, GEGLU, SwiGLU, norms and rotary embeddings in fewer passes over memory.
 
 Formulas and precisions are those of the models. Results differ only because 16-bit intermediates are rounded less often and
 sums are computed in another order. This module needs torch but not sd-scripts.
@@ -129,7 +129,7 @@ def joined(tensors: Sequence[Any]) -> Any:
 
 @functools.cache
 def elementwise_kernels(device: str, dtype: torch.dtype) -> Any:
-    """Return the module of Triton kernels for GEGLU and rotary embeddings; None where they do not run.
+    """Return the module of Triton kernels for GEGLU, SwiGLU and rotary embeddings; None where they do not run.
 
     That is on a CPU, on a GPU that Triton does not support, and without Triton or a C compiler.
     """
@@ -147,7 +147,7 @@ def elementwise_kernels(device: str, dtype: torch.dtype) -> Any:
             return elementwise
     except Exception as error:  # no C compiler, or a version of Triton that cannot compile them
         reason = f"its Triton kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    warn(f"--fused_operations: GEGLU and rotary embeddings take more passes over memory, because {reason}")
+    warn(f"--fused_operations: gates and rotary embeddings take more passes over memory, because {reason}")
     return None
 
 
@@ -285,3 +285,28 @@ def geglu(halves: Any) -> Any:
     Shapes: ``halves`` [..., 2 d]; the result is [..., d]. Source: Shazeer, https://arxiv.org/abs/2002.05202.
     """
     return _GEGLU.apply(halves)
+
+
+class _SwiGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """Compute ``silu(gate) * value`` with Triton. Backward recomputes silu, whose output upstream's form also saves."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Any, value: Any) -> Any:
+        ctx.save_for_backward(gate, value)
+        return elementwise_kernels(gate.device.type, gate.dtype).swiglu(gate.contiguous(), value.contiguous())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
+    def backward(ctx: Any, gradient: Any) -> Any:
+        tensors = [tensor.contiguous() for tensor in (gradient, *ctx.saved_tensors)]
+        return elementwise_kernels(gradient.device.type, gradient.dtype).swiglu_backward(*tensors)
+
+
+def swiglu(gate: Any, value: Any) -> Any:
+    """Return ``silu(gate) * value``, of one shape and dtype. Source: Shazeer, https://arxiv.org/abs/2002.05202.
+
+    Without Triton's kernels it is computed by torch's operators, which move fewer bytes than a recomputation would.
+    """
+    if elementwise_kernels(gate.device.type, gate.dtype) is None:
+        return torch.nn.functional.silu(gate) * value
+    return _SwiGLU.apply(gate, value)

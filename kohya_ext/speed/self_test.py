@@ -59,6 +59,9 @@ def fused_operations(device: torch.device) -> None:
             value, gate = halves.float().chunk(2, dim=-1)
             expected = _gradients(value * F.gelu(gate), [halves])
             _compare(_gradients(fused.geglu(halves), [halves]), expected, f"GEGLU of {rows}x{width} in {dtype}")
+            value, gate = halves.chunk(2, dim=-1)
+            expected = _gradients(value.float() * F.silu(gate.float()), [halves])
+            _compare(_gradients(fused.swiglu(gate, value), [halves]), expected, f"SwiGLU of {rows}x{width} in {dtype}")
         for images, heads, tokens, width in _HEADS:
             x = torch.randn(images, tokens, heads, width, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
             angles = torch.randn(images, 1, tokens, width // 2, device=device)

@@ -1,4 +1,4 @@
-"""The Triton kernels of GEGLU and rotary embeddings, in Triton's interpreter, and their memory and work on fake tensors."""
+"""The Triton kernels of gates and rotary embeddings, in Triton's interpreter, and their memory and work on fake tensors."""
 
 import os
 import subprocess
@@ -30,6 +30,13 @@ for dtype in (torch.float16, torch.float32):
         eps = max(torch.finfo(dtype).eps, 4e-7)
         torch.testing.assert_close(elementwise.geglu(halves).double(), result.detach(), rtol=eps, atol=eps)
         torch.testing.assert_close(elementwise.geglu_backward(gradient, halves).double(), exact.grad, rtol=eps, atol=2 * eps)
+        gate, value = (half.contiguous() for half in halves.chunk(2, dim=-1))
+        exact = [half.double().requires_grad_() for half in (gate, value)]
+        result = torch.nn.functional.silu(exact[0]) * exact[1]
+        result.backward(gradient.double())
+        torch.testing.assert_close(elementwise.swiglu(gate, value).double(), result.detach(), rtol=eps, atol=eps)
+        for ours, half in zip(elementwise.swiglu_backward(gradient, gate, value), exact, strict=True):
+            torch.testing.assert_close(ours.double(), half.grad, rtol=eps, atol=2 * eps)
     for images, tables, width in ((1, 1, 8), (3, 1, 128), (3, 3, 64)):
         # As sd-scripts' queries: tokens before heads in memory.
         x = torch.randn(images, 40, 2, width).to(dtype).transpose(1, 2)
@@ -70,7 +77,7 @@ def test_kernels_that_fail_are_replaced_with_a_warning(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert fused.elementwise_kernels.__wrapped__("cuda", torch.bfloat16) is None
     assert (
-        "GEGLU and rotary embeddings take more passes over memory, because its Triton kernels failed: RuntimeError: no C"
+        "gates and rotary embeddings take more passes over memory, because its Triton kernels failed: RuntimeError: no C"
         in capsys.readouterr().err
     )
 
@@ -112,3 +119,17 @@ def test_an_estimate_counts_one_kernel_each_way():
     assert sum(group.count for group in kernels) == 2
     assert sum(group.bytes for group in kernels) == 2 * rows * width * (3 + 5)
     assert fused.elementwise_kernels("cpu", torch.bfloat16) is None
+
+
+def test_an_estimate_counts_one_kernel_each_way_of_a_gate_of_two_tensors():
+    rows, width = 64, 640
+    with fake_tensors(), counted_kernels(eight_bits=False):
+        gate, value = (torch.zeros(rows, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        gradient = torch.zeros(rows, width, dtype=torch.bfloat16)
+        with Tracker() as tracker:
+            out = fused.swiglu(gate, value)
+            with tracker.during(BACKWARD):
+                out.backward(gradient)
+    kernels = [group for group in tracker.work.work().batch if group.bytes >= 2 * rows * width * 3]
+    assert sum(group.count for group in kernels) == 2
+    assert sum(group.bytes for group in kernels) == 2 * rows * width * (3 + 5)
