@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -156,7 +157,7 @@ def chosen(given: argparse.Namespace, checkout: Checkout) -> Iterator[Row]:
         planned(checkout) if given.planned else (),
     )
     every = itertools.chain(rows(given.faster), more)
-    yield from (row for row in every if row.name.startswith(given.only))
+    yield from (row for row in every if re.match(given.only, row.name))
 
 
 def planned(checkout: Checkout) -> Iterator[Row]:
@@ -322,7 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[launching()]
     )
-    parser.add_argument("--only", default="", help="run only rows whose name begins with this text, such as flux-lora/")
+    parser.add_argument("--only", default="", help="only rows whose names begin with a match of this expression: flux-lora/")
     parser.add_argument("--faster", action="store_true", help="also the next faster choice of each tier")
     parser.add_argument("--compiled", action="store_true", help="also each family's LoRA with compiled blocks")
     parser.add_argument("--eight_bits", action="store_true", help="also each family's LoRA with an 8-bit base")
