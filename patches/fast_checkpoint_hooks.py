@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -51,8 +52,8 @@ class _Forward:
 
     _checkpoint_internal = True
 
-    def __init__(self, frame: Any, module: Any, hooks: Any) -> None:
-        self.frame, self.module, self.hooks = frame, module, hooks
+    def __init__(self, frame: Any, module: Any, hooks: Any, attention: Any) -> None:
+        self.frame, self.module, self.hooks, self.attention = frame, module, hooks, attention
         self.slots: list[weakref.ref[_Slot]] = []
 
     def __call__(self, tensor: Any) -> _Slot:
@@ -64,7 +65,8 @@ class _Forward:
     def unpack(self, slot: _Slot) -> Any:
         """Return the tensor of a slot; recompute the block if the slot is empty."""
         if not hasattr(slot, "value"):
-            _Recomputation(self.frame, self.module, self.slots).run(self.hooks)
+            with self.attention.replayed() if self.attention is not None else nullcontext():
+                _Recomputation(self.frame, self.module, self.slots).run(self.hooks)
         value = slot.value
         del slot.value
         return value
@@ -126,14 +128,30 @@ def _with_fast_hooks(original: Any, settings: Settings) -> Any:
     module = sys.modules[original.__module__]
     hooks: Any = original.__bases__[0]
 
+    from kohya_ext.patching.kept_attention import Store
+
     class _checkpoint_hook(original):  # type: ignore[misc]  # noqa: N801  the name that it replaces
+        _attention: Any = None
+
         def __init__(self, frame: Any) -> None:
             if frame.unpack_error_cb is not None or _is_grouped(torch):  # debug mode or overlapping backward passes
                 super().__init__(frame)
                 return
             _skip_tracing()
-            hook = _Forward(frame, module, hooks)
+            store = Store() if settings["keep_attention"] else None
+            self._attention = store.recorded() if store is not None else None
+            hook = _Forward(frame, module, hooks, store)
             hooks.__init__(self, hook, hook.unpack)
+
+        def __enter__(self) -> Any:
+            if self._attention is not None:
+                self._attention.__enter__()
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> Any:
+            if self._attention is not None:
+                self._attention.__exit__(*error)
+            return super().__exit__(*error)
 
     return _checkpoint_hook
 

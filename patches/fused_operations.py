@@ -304,7 +304,7 @@ def _rotation_by_cosines(original: Any, settings: Settings) -> Any:
 
 
 def _rotation_by_angles(original: Any, settings: Settings) -> Any:
-    """Replace a rotation of [b, tokens, heads, d] by fp32 angles [tokens, 1, 1, d], which stand in both halves of d.
+    """Replace a rotation of [b, tokens, heads, d] by fp32 angles [tokens, 1, 1, d], whose halves are equal.
 
     Upstream rounds cosines and sines to 16 bits, and the products too.
     """
@@ -484,7 +484,7 @@ PATCH = Patch(
             "RMSNorm.forward",
             _rms_norm("weight", lambda norm: norm.eps, lambda x, weight: x.dtype is weight.dtype),
             takes("self", "x", exactly=True),
-            body=known_bodies({"1ecdccb2f867": "since v0.10.1"}, helpers={"RMSNorm._norm": {"020b369189b2": "since v0.10.1"}}),
+            body=known_bodies({"1ecdccb2f867": "since v0.10.1"}, helpers={"RMSNorm._norm": {"020b369189b2": "since v0.10.0"}}),
         ),
         Target(
             "library.hunyuan_image_modules",

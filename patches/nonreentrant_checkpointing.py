@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
@@ -253,6 +253,8 @@ class _Call:
     block: _Block
     random: _RandomState
     devices: Sequence[str]
+    attention: Any
+    """The :class:`Store` of the block's attention; None if it is computed again."""
     autocast: list[tuple[str, bool, Any]] = field(init=False)
     trained: list[Any] = field(init=False)
     """The weights of the block that require a gradient after forward, in which DyLoRA chooses its rank."""
@@ -269,7 +271,7 @@ class _Call:
         is_cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with torch.no_grad(), self.random.recorded():
+            with torch.no_grad(), self.random.recorded(), self.attention.recorded() if self.attention else nullcontext():
                 outputs = self.function(*self.args)
         finally:
             torch.set_autocast_cache_enabled(is_cached)
@@ -284,6 +286,8 @@ class _Call:
         with ExitStack() as stack:
             stack.enter_context(self.random.restored())
             stack.enter_context(torch.enable_grad())
+            if self.attention is not None:
+                stack.enter_context(self.attention.replayed())
             for device, enabled, dtype in set(self.autocast) - set(_autocast_states(self.devices)):
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             outputs = self.function(*args)
@@ -296,6 +300,8 @@ class _Call:
 
 def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
     import torch
+
+    from kohya_ext.patching.kept_attention import Store
 
     module = sys.modules[original.__module__]
     is_compiled = switches.works(switches.COMPILED_BLOCKS, settings)
@@ -311,7 +317,8 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
             devices = ("cpu", *{arg.device.type for arg in args if isinstance(arg, torch.Tensor)} - {"cpu"})
             # A CUDA graph draws no numbers in a checkpointed block, and torch 2.6 cannot read the state while it is captured.
             preserves = preserve_rng_state and not (len(generators) > 1 and torch.cuda.is_current_stream_capturing())
-            call = _Call(function, args, _known(block), _RandomState(generators if preserves else ()), devices)
+            random = _RandomState(generators if preserves else ())
+            call = _Call(function, args, _known(block), random, devices, Store() if settings["keep_attention"] else None)
             outputs = call.compute()
             uses = [arg for arg in args if _requires_grad(arg) for _ in range(_USES)]
             # In a list, the outputs are not inputs of the node.

@@ -5,7 +5,7 @@
 Writes kohya_ext/estimate/table.json, from which `estimate`, `presets list` and `plan` answer without importing torch. Run it
 after a change of a preset, of a patch that changes memory, or of the estimator; a test fails until then. A row takes about 40
 seconds, and as many run at the same time as the machine allows. Rows are kept but for those that ``--again`` names, so an
-interrupted run continues without it.
+interrupted run continues without it. Rows that nothing asks for any more are dropped.
 
 All rows are computed on one generation of sd-scripts. On the others one row of each family is computed, and the table lists the
 families whose figures are equal there.
@@ -63,15 +63,18 @@ def main() -> int:
     rows = {cache.text(row["config"]): row for row in table["rows"]}
     alike = {tuple(pair) for pair in table["alike"]}
     missing: dict[str, tuple[CommandLine, tuple[str, str]]] = {}
-    compared = set(alike)
+    compared, asked = set(alike), set()
     for script, argv in questions():
         command = CommandLine(checkout.script(script), argv, {}, has_bf16=True)
         choices = memory_config.normalized(memory_config.read(command)[0])
         name, pair = cache.text(choices.key()), (given.layout, choices.kind)
+        asked.add(name)
         is_named = given.again is not None and re.search(given.again, f"{script} {' '.join(argv)}") is not None
         if (name not in rows or is_named) if given.layout == FIRST else (pair not in compared and name in rows):
             compared.add(pair)
             missing[name] = command, pair
+
+    rows = {name: row for name, row in rows.items() if name in asked}
 
     def measure(name: str) -> tuple[str, dict[str, Any] | None]:
         row = None if time.monotonic() > end else asdict(estimation.estimate(checkout, missing[name][0], fresh=True))
@@ -95,6 +98,7 @@ def main() -> int:
             else:
                 print(f"{pair} differs: {row}", file=sys.stderr)
             cache.write_table(TABLE, list(rows.values()), sorted(alike))
+    cache.write_table(TABLE, list(rows.values()), sorted(alike))
     return int(done < len(missing))
 
 

@@ -182,7 +182,7 @@ RULES = (
         consequence="outside the bucket limits; set --enable_bucket, --min_bucket_reso and --max_bucket_reso for it",
     ),
     Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set),
-    Rule(("gradient_checkpointing_ratio",), ("gradient_checkpointing",), _is_off),
+    Rule(("gradient_checkpointing_ratio", "keep_attention"), ("gradient_checkpointing",), _is_off),
     Rule((ON_HOST,), (RELEASE,), _is_off),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
 )

@@ -114,6 +114,7 @@ def _install(request: Request, folder: Path) -> Any:
     from kohya_ext.dry_run import cuda_functions, device, recording, several_processes, weights, zero_run
     from kohya_ext.dry_run.gpu_tracker import GpuTracker
     from kohya_ext.dry_run.steps import Steps
+    from kohya_ext.patching import kept_attention
 
     tracker = GpuTracker()
     tracker.values.integer = request.integer
@@ -136,6 +137,7 @@ def _install(request: Request, folder: Path) -> Any:
     if request.recorded:
         recording.install(tracker)
     _use_own_kernels(request)
+    kept_attention.kernel_of = lambda *_: kept_attention.ON_CPU  # whose memory is that of a GPU's here
     _try_optimizers_with_data()
     steps = Steps(tracker, request, folder / RESULT, divided)
     steps.install()

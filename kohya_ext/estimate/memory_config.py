@@ -149,6 +149,7 @@ class MemoryConfig:
     split_attn: bool = False
     gradient_checkpointing_ratio: float | None = None
     """This field and the following ones are the extension's own options, read from its settings."""
+    keep_attention: bool = False
     selective_torch_compile: bool = False
     activation_memory_budget: float | None = None
     """The fraction of activations that compiled blocks keep; None is all of them."""
@@ -325,6 +326,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         gradient_checkpointing_ratio=config.gradient_checkpointing_ratio
         if config.gradient_checkpointing and config.gradient_checkpointing_ratio != 1
         else None,
+        keep_attention=config.keep_attention and config.gradient_checkpointing and not compiled,
         selective_torch_compile=compiled,
         cuda_graphs=config.cuda_graphs and lora and _is_recorded(config),
         **_parallel(config),
