@@ -38,7 +38,7 @@ from kohya_ext.estimate.seconds import (
     predict,
 )
 from kohya_ext.patching.patch import registry
-from kohya_ext.planning.tiers import usable_bytes
+from kohya_ext.planning.tiers import tiers, usable_bytes
 from kohya_ext.sdscripts.families import BY_NAME
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -75,7 +75,7 @@ def generated() -> Mapping[Path, str]:
         DOCS / "fine_tunes.md": [_fine_tune_losses()],
         EVIDENCE: [
             *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _typed_gains()),
-            *(_host_time(), _peers(), _cold_compile()),
+            *(_host_time(), _peers(), _fused_counts(), _cold_compile()),
             *(_block_errors(), _outlier_errors(), _learned(), _script_errors(), _kernel_resources()),
             *(_eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions(), _budgets(), _scaling()),
         ],
@@ -461,6 +461,25 @@ def _script_errors() -> str:
         rows.append([name, *cells, f"{loss['no LoRA']:.4g}", trained, kept])
     head = ("", "LoRA after 4 steps", "40 losses", "loss without LoRA", "with the trained LoRA", "% of bf16's gain: int8 / fp8")
     return _table(head, rows)
+
+
+def _fused_counts() -> str:
+    """Return a table of steps without and with fused operations, from the package's table: of each family its smallest preset
+    without swapped blocks and fp8 weights.
+    """
+    rows = []
+    for _, of_family in groupby(tiers(), key=lambda tier: tier.family):
+        for tier in of_family:
+            known = [cache.shipped(replace(tier.config, fused_operations=fused)) for fused in (False, True)]
+            pair = [row for row in known if row is not None]
+            if len(pair) == 2 and not tier.config.blocks_to_swap and not tier.config.fp8_base:
+                work = [Work.from_row(row["work"]) for row in pair]
+                groups = [[*each.batch, *each.optimizer] for each in work]
+                moved = " / ".join(f"{sum(group.bytes for group in each) / 1e9:.0f}" for each in groups)
+                kernels = " / ".join(f"{sum(group.count for group in each):,}" for each in groups)
+                rows.append([f"`{tier.name}`", moved, kernels, " / ".join(f"{row['reserved'] / 1e9:.2f}" for row in pair)])
+                break
+    return _table(("", "GB moved", "kernels", "GB reserved"), rows)
 
 
 def _eight_bit_rows() -> Mapping[str, Mapping[str, tuple[str, Estimate]]]:
