@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch._prims_common import suggest_memory_format
 
 _aten = torch.ops.aten
@@ -270,7 +271,8 @@ _AFTER: Mapping[Any, Workspace] = {
     MEMORY_EFFICIENT_ATTENTION: lambda args, kwargs: _attention(args, {"attn_mask": args[3]}),
     MEMORY_EFFICIENT_ATTENTION_BACKWARD: lambda args, kwargs: _memory_efficient_backward(*args[1:3]),
     _aten.convolution_backward.default: _convolution_backward_after,
-    _aten.native_group_norm.default: _copies(0),
+    # PyTorch 2.15 has a kernel for images whose channels are last.
+    _aten.native_group_norm.default: _copies_in_layout if Version(torch.__version__) >= Version("2.15") else _copies(0),
     _aten.native_layer_norm_backward.default: _copies(0),
     _aten.upsample_nearest2d.default: _copies_in_layout,
     _aten.upsample_nearest2d_backward.default: _copies_in_layout,
