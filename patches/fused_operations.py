@@ -223,88 +223,80 @@ def _lora_layers(block: Any) -> list[Any]:
     return list(block.__dict__[_LORA_LAYERS])
 
 
-def _rms_norm(
-    weight: str, eps: Callable[[Any], float], fits: Callable[[Any, Any], bool] = lambda x, weight: True
+def _instead(
+    kind: str, compute: Callable[..., Any], fits: Callable[..., bool], operations: int = 1
 ) -> Callable[[Any, Settings], Any]:
-    """Return a replacement for the norms of which ``fits(x, weight)`` is true; others stay."""
+    """Return a replacement of a function: eager passes call ``compute`` if the arguments fit, and all others the original.
+
+    ``kind`` names the operations in the report.
+    """
 
     def replace(original: Any, settings: Settings) -> Any:
         import torch
 
-        from kohya_ext.kernels.fused import rms_norm
-
         works = switches.works(switches.FUSED_OPERATIONS, settings)
 
         @wraps(original)
-        def forward(self: Any, x: Any) -> Any:
-            if torch.compiler.is_compiling() or not works() or not fits(x, getattr(self, weight)):
-                return original(self, x)
-            _counts["norms"] += 1
-            return rms_norm(x, getattr(self, weight), eps(self))
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not works() or not fits(*args, **kwargs):
+                return original(*args, **kwargs)
+            _counts[kind] += operations
+            return compute(*args, **kwargs)
 
-        return forward
+        return function
 
     return replace
 
 
-def _rotary_embedding(original: Any, settings: Settings) -> Any:
+def _is_supported(x: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a tensor is on a device for which torch has all operators, complex ones too."""
+    return x.device.type in ("cuda", "cpu")
+
+
+def _rms_norm(
+    weight: str, eps: Callable[[Any], float], fits: Callable[[Any, Any], bool] = lambda x, weight: True
+) -> Callable[[Any, Settings], Any]:
+    """Return a replacement for the norms of which ``fits(x, weight)`` is true."""
+
+    def compute(norm: Any, x: Any) -> Any:
+        from kohya_ext.kernels.fused import rms_norm
+
+        return rms_norm(x, getattr(norm, weight), eps(norm))
+
+    return _instead("norms", compute, lambda norm, x: fits(x, getattr(norm, weight)))
+
+
+def _rotate_both(xq: Any, xk: Any, freqs_cis: Any) -> Any:
+    """Rotate [b, heads, tokens, d] by matrices [..., 2, 2]."""
     import torch
 
     from kohya_ext.kernels.fused import rotate
 
-    works = switches.works(switches.FUSED_OPERATIONS, settings)
-
-    @wraps(original)
-    def apply_rope(xq: Any, xk: Any, freqs_cis: Any) -> Any:
-        # Compilers and other device types do not support complex numbers.
-        if torch.compiler.is_compiling() or not works() or xq.device.type not in ("cuda", "cpu"):
-            return original(xq, xk, freqs_cis)
-        _counts["rotations"] += 2
-        rotations = torch.complex(freqs_cis[..., 0, 0], freqs_cis[..., 1, 0])
-        return rotate(xq, rotations), rotate(xk, rotations)
-
-    return apply_rope
+    rotations = torch.complex(freqs_cis[..., 0, 0], freqs_cis[..., 1, 0])
+    return rotate(xq, rotations), rotate(xk, rotations)
 
 
-def _token_rotation(original: Any, settings: Settings) -> Any:
-    """Replace a rotation of one tensor whose tokens precede its heads: [b, tokens, heads, d]."""
+def _rotate_tokens(x_in: Any, freqs_cis: Any) -> Any:
+    """Rotate [b, tokens, heads, d] by complex numbers [b, tokens, d / 2]; upstream's are complex128."""
     import torch
 
     from kohya_ext.kernels.fused import rotate
 
-    works = switches.works(switches.FUSED_OPERATIONS, settings)
-
-    @wraps(original)
-    def apply_rope(x_in: Any, freqs_cis: Any) -> Any:
-        if torch.compiler.is_compiling() or not works() or x_in.device.type not in ("cuda", "cpu"):
-            return original(x_in, freqs_cis)
-        _counts["rotations"] += 1
-        return rotate(x_in, freqs_cis.unsqueeze(2).to(torch.complex64))  # upstream's are complex128
-
-    return apply_rope
+    return rotate(x_in, freqs_cis.unsqueeze(2).to(torch.complex64))
 
 
-def _rotation_by_cosines(original: Any, settings: Settings) -> Any:
-    """Replace a rotation of such tensors by fp32 cosines and sines [tokens, d], in which each value stands twice."""
+def _rotate_by_cosines(xq: Any, xk: Any, freqs_cis: Any, head_first: bool = False) -> Any:
+    """Rotate [b, tokens, heads, d] by fp32 cosines and sines [tokens, d], in which each value stands twice."""
     import torch
 
     from kohya_ext.kernels.fused import rotate
 
-    works = switches.works(switches.FUSED_OPERATIONS, settings)
-
-    @wraps(original)
-    def apply_rotary_emb(xq: Any, xk: Any, freqs_cis: Any, head_first: bool = False) -> Any:
-        if torch.compiler.is_compiling() or not works() or xq.device.type not in ("cuda", "cpu"):
-            return original(xq, xk, freqs_cis, head_first)
-        _counts["rotations"] += 2
-        rotations = torch.complex(*(values.to(xq.device)[None, :, None, ::2].contiguous() for values in freqs_cis))
-        return rotate(xq, rotations), rotate(xk, rotations)
-
-    return apply_rotary_emb
+    rotations = torch.complex(*(values.to(xq.device)[None, :, None, ::2].contiguous() for values in freqs_cis))
+    return rotate(xq, rotations), rotate(xk, rotations)
 
 
-def _rotation_by_angles(original: Any, settings: Settings) -> Any:
-    """Replace a rotation of [b, tokens, heads, d] by fp32 angles [tokens, 1, 1, d], whose halves are equal.
+def _rotate_by_angles(t: Any, freqs: Any, **_: Any) -> Any:
+    """Rotate [b, tokens, heads, d] by fp32 angles [tokens, 1, 1, d], whose halves are equal.
 
     Upstream rounds cosines and sines to 16 bits, and the products too.
     """
@@ -312,21 +304,14 @@ def _rotation_by_angles(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels.fused import rotate
 
-    works = switches.works(switches.FUSED_OPERATIONS, settings)
+    angles = freqs[:, 0, :, : t.shape[3] // 2][None]
+    return rotate(t, torch.polar(angles.new_ones(()), angles), halves=True)
 
-    @wraps(original)
-    def apply_rotary_pos_emb(
-        t: Any, freqs: Any, *args: Any, tensor_format: str = "sbhd", fused: bool = False, **kwargs: Any
-    ) -> Any:
-        is_fused = not torch.compiler.is_compiling() and works() and t.device.type in ("cuda", "cpu")
-        is_usual = not args and not kwargs and not fused and tensor_format == "bshd"
-        if not is_fused or not is_usual or t.dim() != 4 or freqs.shape != (t.shape[1], 1, 1, t.shape[3]):
-            return original(t, freqs, *args, tensor_format=tensor_format, fused=fused, **kwargs)
-        _counts["rotations"] += 1
-        angles = freqs[:, 0, :, : t.shape[3] // 2][None]
-        return rotate(t, torch.polar(angles.new_ones(()), angles), halves=True)
 
-    return apply_rotary_pos_emb
+def _is_anima(t: Any, freqs: Any, *args: Any, tensor_format: str = "sbhd", fused: bool = False, **kwargs: Any) -> bool:
+    """Return whether Anima's blocks call its rotation so, which has more options."""
+    is_usual = not args and not kwargs and not fused and tensor_format == "bshd" and t.dim() == 4
+    return is_usual and _is_supported(t) and freqs.shape == (t.shape[1], 1, 1, t.shape[3])
 
 
 def _replace_children(original: Any, replacements: Mapping[type, type]) -> Any:
@@ -404,40 +389,16 @@ def _is_raised(works: Callable[[], bool], norm: Any, x: Any) -> bool:
     return True
 
 
-def _geglu(original: Any, settings: Settings) -> Any:
-    import torch
-
+def _geglu(layer: Any, hidden_states: Any) -> Any:
     from kohya_ext.kernels.fused import geglu
 
-    works = switches.works(switches.FUSED_OPERATIONS, settings)
-
-    @wraps(original)
-    def forward(self: Any, hidden_states: Any) -> Any:
-        is_fused = not torch.compiler.is_compiling() and works()
-        if not is_fused or hidden_states.device.type not in ("cuda", "cpu"):
-            return original(self, hidden_states)
-        _counts["gates"] += 1
-        return geglu(self.proj(hidden_states))
-
-    return forward
+    return geglu(layer.proj(hidden_states))
 
 
-def _silu_gate(original: Any, settings: Settings) -> Any:
-    import torch
-
+def _silu_gate(layer: Any, x1: Any, x3: Any) -> Any:
     from kohya_ext.kernels.fused import swiglu
 
-    works = switches.works(switches.FUSED_OPERATIONS, settings)
-
-    @wraps(original)
-    def gate(self: Any, x1: Any, x3: Any) -> Any:
-        is_fused = not torch.compiler.is_compiling() and works() and x1.device.type in ("cuda", "cpu")
-        if not is_fused or x1.dtype is not x3.dtype:
-            return original(self, x1, x3)
-        _counts["gates"] += 1
-        return swiglu(x1, x3)
-
-    return gate
+    return swiglu(x1, x3)
 
 
 #: Attentions whose queries, keys and values are layers of their own: module, method, its first two parameters, and their names.
@@ -504,7 +465,7 @@ PATCH = Patch(
         Target(
             "library.flux_models",
             "apply_rope",
-            _rotary_embedding,
+            _instead("rotations", _rotate_both, _is_supported, operations=2),
             takes("xq", "xk", "freqs_cis", exactly=True),
             # The replacement reads one column of each matrix, so the matrices must be rotations.
             body=known_bodies(
@@ -515,7 +476,7 @@ PATCH = Patch(
         Target(
             "library.lumina_models",
             "apply_rope",
-            _token_rotation,
+            _instead("rotations", _rotate_tokens, _is_supported),
             takes("x_in", "freqs_cis", exactly=True),
             body=known_bodies({"85090d8f1954": "since 2025-08"}),
         ),
@@ -523,7 +484,7 @@ PATCH = Patch(
         Target(
             "library.hunyuan_image_utils",
             "apply_rotary_emb",
-            _rotation_by_cosines,
+            _instead("rotations", _rotate_by_cosines, _is_supported, operations=2),
             takes("xq", "xk", "freqs_cis", "head_first", exactly=True),
             body=known_bodies(
                 {"c91dbc3768c8": "since v0.10.0"},
@@ -537,7 +498,7 @@ PATCH = Patch(
         Target(
             "library.anima_models",
             "apply_rotary_pos_emb",
-            _rotation_by_angles,
+            _instead("rotations", _rotate_by_angles, _is_anima),
             takes("t", "freqs", "tensor_format"),
             body=known_bodies(
                 {"d05a12100974": "since v0.10.1"},
@@ -552,7 +513,7 @@ PATCH = Patch(
             Target(
                 module,
                 "GEGLU.forward",
-                _geglu,
+                _instead("gates", _geglu, lambda layer, hidden_states: _is_supported(hidden_states)),
                 takes("self", "hidden_states", exactly=True),
                 body=known_bodies({"87753a8a2aa0": "since 2024-10"}, helpers={"GEGLU.gelu": {"656ea08553a6": "since 2024-10"}}),
             )
@@ -561,7 +522,7 @@ PATCH = Patch(
         Target(
             "library.lumina_models",
             "FeedForward._forward_silu_gating",
-            _silu_gate,
+            _instead("gates", _silu_gate, lambda layer, x1, x3: _is_supported(x1) and x1.dtype is x3.dtype),
             takes("self", "x1", "x3", exactly=True),
             body=known_bodies({"c3e674d98666": "since 2025-08"}),
         ),
