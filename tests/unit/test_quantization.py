@@ -114,6 +114,22 @@ def test_an_fp8_weight_is_scaled_where_that_moves_fewer_bytes(bias):
         assert _relative_error(actual, torch.autograd.grad(expected, x, gradient)[0]) < 0.04
 
 
+def _entropy(values):
+    counts = torch.unique(values, return_counts=True)[1].double()
+    return -(counts / values.numel() * (counts / values.numel()).log2()).sum().item()
+
+
+def test_entropy_of_rotated_rows_leaves_nothing_to_pack():
+    torch.manual_seed(0)
+    weight = 0.02 * torch.randn(1024, 3072)
+    assert _entropy(arithmetic.quantize(rotation.rotate(weight), torch.int8)[0]) == pytest.approx(7.15, abs=0.05)
+    weight[:, :3] *= 100  # outliers
+    of_tensor = (weight * 127 / weight.abs().max()).round()
+    assert _entropy(of_tensor) < 2 < 5 < _entropy(arithmetic.quantize(rotation.rotate(weight), torch.int8)[0])
+    exponents = (weight.bfloat16().view(torch.int16).int() >> 7) & 255
+    assert _entropy(exponents) == pytest.approx(2.6, abs=0.1)
+
+
 def test_casts_of_the_model_change_neither_weights_nor_scales():
     for kind in (INT8, FP8):
         _, layer = _layers(kind)
