@@ -123,7 +123,7 @@ def test_entropy_of_rotated_rows_leaves_nothing_to_pack():
     torch.manual_seed(0)
     weight = 0.02 * torch.randn(1024, 3072)
     assert _entropy(arithmetic.quantize(rotation.rotate(weight), torch.int8)[0]) == pytest.approx(7.15, abs=0.05)
-    weight[:, :3] *= 100  # outliers
+    weight[:, ::1000] *= 100  # outliers
     of_tensor = (weight * 127 / weight.abs().max()).round()
     assert _entropy(of_tensor) < 2 < 5 < _entropy(arithmetic.quantize(rotation.rotate(weight), torch.int8)[0])
     exponents = (weight.bfloat16().view(torch.int16).int() >> 7) & 255
