@@ -37,7 +37,12 @@ from kohya_ext.sdscripts.checkouts import Checkout
 MOST = 10
 
 #: Options that a tune changes although the user gave them -> the value that turns them off.
-_FREE: Mapping[str, object] = {"gradient_checkpointing": False, "gradient_checkpointing_ratio": 1, "blocks_to_swap": 0}
+_FREE: Mapping[str, object] = {
+    "gradient_checkpointing": False,
+    "gradient_checkpointing_ratio": 1,
+    "keep_attention": False,
+    "blocks_to_swap": 0,
+}
 
 _UPSTREAM_8_BITS = ("fp8_base", "fp8_base_unet", "fp8_scaled")
 
@@ -146,11 +151,11 @@ class Search:
 
 
 def _savings(run: Attempt) -> list[Changes]:
-    """Return the savings from the fastest to the smallest: no checkpointing, some, all, and swapped blocks."""
+    """Return the savings in the order of their memory: no checkpointing, some, all but attention, all, and swapped blocks."""
     whole: Changes = {"gradient_checkpointing": True}
     savings: list[Changes] = [{"gradient_checkpointing": False}]
     savings += [{**whole, "gradient_checkpointing_ratio": share} for share in _RATIOS]
-    savings.append(whole)
+    savings += [{**whole, "keep_attention": True}, whole]
     if run.trains_network and (most := most_swapped(run)):
         savings += [{**whole, "blocks_to_swap": most // 2}, {**whole, "blocks_to_swap": most}]
     return savings
