@@ -1,12 +1,13 @@
 """Results of attention that a checkpointed block keeps, so that its recomputation does not compute them again.
 
 Checkpointing keeps a block's inputs alone. Attention is the one operation whose result is small and whose computation is not:
-per byte kept, it saves three times as much time as leaving a block of FLUX out of checkpointing. The forward pass of a block
+per byte kept, it saves several times as much time as leaving a block of FLUX out of checkpointing. The forward pass of a block
 puts the results of its attention into a :class:`Store`, and its recomputation takes them from there.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ _FLASH, _EFFICIENT = 1, 2
 #: Heads of other widths are padded for flash attention.
 _FLASH_MULTIPLE = 8
 
-_current: Store | None = None
+_of_thread = threading.local()  # autograd recomputes in a thread of its own
 
 
 class Store:
@@ -48,12 +49,11 @@ class Store:
 
     @contextmanager
     def _as_current(self, taken: int | None) -> Iterator[None]:
-        global _current
-        outer, _current, self.taken = _current, self, taken
+        outer, _of_thread.store, self.taken = current(), self, taken
         try:
             yield
         finally:
-            _current = outer
+            _of_thread.store = outer
 
     def result(self, kernel: Kernel, *inputs: Any) -> Any:
         """Return what ``kernel.forward`` returns for the inputs, kept or computed."""
@@ -69,8 +69,8 @@ class Store:
 
 
 def current() -> Store | None:
-    """Return the store of the checkpointed block that runs."""
-    return _current
+    """Return the store of the checkpointed block that this thread runs."""
+    return getattr(_of_thread, "store", None)
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ EFFICIENT = Kernel(_efficient, _efficient_backward)
 
 def kernel_of(q: Any, k: Any, v: Any, is_causal: bool, scale: float | None) -> Kernel | None:
     """Return the kernel that PyTorch chooses for attention without a mask; None for one that is not supported."""
+    if q.device.type not in ("cuda", "cpu"):
+        return None
     choice = torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal, scale=scale)
     if q.device.type == "cpu":
         return ON_CPU if choice == _FLASH else None
