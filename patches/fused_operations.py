@@ -248,9 +248,9 @@ def _instead(
     return replace
 
 
-def _is_supported(x: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a tensor is on a device for which torch has all operators, complex ones too."""
-    return x.device.type in ("cuda", "cpu")
+def _is_supported(*args: Any, **kwargs: Any) -> bool:
+    """Return whether the first argument is on a device for which torch has all operators, complex ones too."""
+    return (*args, *kwargs.values())[0].device.type in ("cuda", "cpu")
 
 
 def _rms_norm(

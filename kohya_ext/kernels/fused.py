@@ -103,8 +103,10 @@ class _LinearsWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch 
             for gradient, base in zip(gradients[1:], bases[1:], strict=True):
                 grad_x.addmm_(gradient, base)
             grad_x = grad_x.addmm_(grad_hidden, joined(downs)).view(*shape[:-1], -1)
-        grad_downs = (grad_hidden.t() @ rows).chunk(count)
-        grad_ups = [gradient.t() @ part for gradient, part in zip(gradients, parts, strict=True)]
+        needs_downs, needs_ups = (any(ctx.needs_input_grad[3 + part * count :][:count]) for part in (1, 2))
+        grad_downs = (grad_hidden.t() @ rows).chunk(count) if needs_downs else [None] * count
+        pairs = zip(gradients, parts, strict=True)
+        grad_ups = [gradient.t() @ part for gradient, part in pairs] if needs_ups else [None] * count
         return grad_x, None, None, *(None for _ in bases), *grad_downs, *grad_ups
 
 

@@ -56,15 +56,19 @@ class Store:
             _of_thread.store = outer
 
     def result(self, kernel: Kernel, *inputs: Any) -> Any:
-        """Return what ``kernel.forward`` returns for the inputs, kept or computed."""
+        """Return what ``kernel.forward`` returns for the inputs: kept, if the forward pass used the same kernel, or computed.
+
+        PyTorch may choose another kernel for a pass with gradients.
+        """
         if self.taken is None:
             result = kernel.forward(*inputs)
-            self.results.append(tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in result))
+            kept = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in result)
+            self.results.append((kernel, kept))
             return result
         number, self.taken = self.taken, self.taken + 1
-        if number >= len(self.results) or self.results[number] is None:
+        if number >= len(self.results) or self.results[number][0] is not kernel:
             return kernel.forward(*inputs)
-        result, self.results[number] = self.results[number], None
+        result, self.results[number] = self.results[number][1], (None, None)
         return result
 
 

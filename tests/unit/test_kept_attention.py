@@ -116,10 +116,24 @@ def test_results_are_freed_when_they_are_taken():
     store = Store()
     with store.recorded():
         first = [store.result(Kernel, number) for number in range(2)]
-    assert [result[0].data_ptr() for result in store.results] == [result[0].data_ptr() for result in first]
+    assert [result[0].data_ptr() for _, result in store.results] == [result[0].data_ptr() for result in first]
     with store.replayed():
         again = store.result(Kernel, 7)
         assert again[0].data_ptr() == first[0][0].data_ptr()
-        assert [result is None for result in store.results] == [True, False]
+        assert [result is None for _, result in store.results] == [True, False]
         assert store.result(Kernel, 7)[1] == "seed"
         assert store.result(Kernel, 7)[0].tolist() == [7, 7], "more results than were kept are computed"
+
+
+def test_a_result_of_another_kernel_is_computed_again():
+    class Flash:
+        forward = staticmethod(lambda: ("flash", "sums", "seed"))
+
+    class Efficient:
+        forward = staticmethod(lambda: ("efficient", "sums"))
+
+    store = Store()
+    with store.recorded():
+        store.result(Flash)
+    with store.replayed():
+        assert store.result(Efficient) == ("efficient", "sums")
