@@ -183,6 +183,7 @@ RULES = (
     ),
     Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set),
     Rule(("gradient_checkpointing_ratio", "keep_attention"), ("gradient_checkpointing",), _is_off),
+    Rule(("keep_attention",), ("vram_budget",), _is_set),
     Rule((ON_HOST,), (RELEASE,), _is_off),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
 )

@@ -20,7 +20,7 @@ from kohya_ext.estimate import cache, memory_config, step_time
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.planning.bisection import first_that
-from kohya_ext.planning.memory_savings import Attempt, Changes, most_swapped
+from kohya_ext.planning.memory_savings import KEPT, SHARE, Attempt, Changes, less_checkpointing, most_swapped
 from kohya_ext.planning.plan import (
     Candidate,
     attempt,
@@ -39,8 +39,8 @@ MOST = 10
 #: Options that a tune changes although the user gave them -> the value that turns them off.
 _FREE: Mapping[str, object] = {
     "gradient_checkpointing": False,
-    "gradient_checkpointing_ratio": 1,
-    "keep_attention": False,
+    SHARE: 1,
+    KEPT: False,
     "blocks_to_swap": 0,
 }
 
@@ -151,11 +151,11 @@ class Search:
 
 
 def _savings(run: Attempt) -> list[Changes]:
-    """Return the savings in the order of their memory: no checkpointing, some, all but attention, all, and swapped blocks."""
+    """Return the savings in the order of their memory: no checkpointing, less than all, all, and swapped blocks."""
     whole: Changes = {"gradient_checkpointing": True}
     savings: list[Changes] = [{"gradient_checkpointing": False}]
-    savings += [{**whole, "gradient_checkpointing_ratio": share} for share in _RATIOS]
-    savings += [{**whole, "keep_attention": True}, whole]
+    savings += [{**whole, **less} for less in less_checkpointing(run, _RATIOS)]
+    savings += [whole]
     if run.trains_network and (most := most_swapped(run)):
         savings += [{**whole, "blocks_to_swap": most // 2}, {**whole, "blocks_to_swap": most}]
     return savings

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -44,6 +44,9 @@ Phase = Literal[
 
 #: Arguments by key, as sd-scripts and the extension name them. False turns a switch off; a list is several words.
 Changes = Mapping[str, object]
+
+#: Options that checkpoint less than every block.
+SHARE, KEPT = "gradient_checkpointing_ratio", "keep_attention"
 
 TRAINING: frozenset[Phase] = frozenset({"forward", "backward", "optimizer step"})
 _ACTIVATIONS: frozenset[Phase] = frozenset({"forward", "backward"})
@@ -185,10 +188,25 @@ def _checkpointing(run: Attempt) -> Changes:
         # Inside a checkpoint a budget saves nothing and recomputes twice.
         budget = run.values.get("activation_memory_budget")
         return {"gradient_checkpointing": True, **({} if budget in (None, 1) else {"activation_memory_budget": 1})}
-    share = run.values.get("gradient_checkpointing_ratio")
+    share = run.values.get(SHARE)
     if share is None and run.has("vram_budget") and run.values.get("activation_memory_budget") is None:
-        return {"gradient_checkpointing": True, "gradient_checkpointing_ratio": 1}  # the budget then frees no block
-    return {} if share in (None, 1) else {"gradient_checkpointing_ratio": 1}
+        return {"gradient_checkpointing": True, SHARE: 1}  # the budget then frees no block
+    return {} if share in (None, 1) else {SHARE: 1}
+
+
+def _attention_again(run: Attempt) -> Changes:
+    return {KEPT: False} if run.has("gradient_checkpointing") and run.has(KEPT) else {}
+
+
+def less_checkpointing(run: Attempt, shares: Sequence[float]) -> list[Changes]:
+    """Return the changes that recompute less than every block, those with the most memory first, for some shares of blocks.
+
+    Transformers keep their attention with each share: a byte of it saves two to six times as much time as a byte of blocks that
+    are not checkpointed, in the U-Net of SDXL a third as much (predicted for an RTX 3090).
+    """
+    if run.family is None or run.family.unet:
+        return [{SHARE: share} for share in shares]
+    return [*({SHARE: share, KEPT: True} for share in shares), {KEPT: True}]
 
 
 def _batch(run: Attempt) -> Changes:
@@ -383,6 +401,15 @@ MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
         resumes=True,
         helps=_ACTIVATIONS,
         changes=_checkpointing,
+    ),
+    MemorySaving(
+        "recomputed attention",
+        "attention of checkpointed blocks computed again in the backward pass",
+        "attention's forward runs twice",
+        exact=True,
+        resumes=True,
+        helps=_ACTIVATIONS,
+        changes=_attention_again,
     ),
     MemorySaving(
         "batch",

@@ -24,7 +24,16 @@ from kohya_ext.estimate.seconds import Work, bus_seconds
 from kohya_ext.estimate.tuned import Tuned
 from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.planning.bisection import first_that
-from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, MemorySaving, Step, after, steps
+from kohya_ext.planning.memory_savings import (
+    MEMORY_SAVINGS,
+    Attempt,
+    Changes,
+    MemorySaving,
+    Step,
+    after,
+    less_checkpointing,
+    steps,
+)
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import option_names
@@ -321,23 +330,21 @@ class _Search:
         return True
 
     def _reduce(self, start: CommandLine, before: Changes, point: _Point, fixed: Set[str]) -> None:
-        """Swap as few blocks as fit, or checkpoint as few where none are swapped: no other saving can be taken in part."""
-        parts: list[float]
+        """Swap as few blocks as fit, or recompute as little where none are swapped: no other saving can be taken in part."""
+        parts: list[Changes] = []
         run = attempt(self.checkout, start.with_(point.changes))
         if (limit := point.changes.get("blocks_to_swap")) is not None:
-            key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 1, int(str(limit)))]
+            numbers = range(int(str(before.get("blocks_to_swap", 0))) + 1, int(str(limit)))
+            parts = [{"blocks_to_swap": number} for number in numbers]
         elif run.has("gradient_checkpointing") and "gradient_checkpointing" not in fixed:
-            key, parts = "gradient_checkpointing_ratio", [part / 8 for part in range(1, 8)]
-        else:
-            return
-        if key in fixed - point.changes.keys():
-            return
+            parts = less_checkpointing(run, [part / 8 for part in range(1, 8)])
+        free = [{key: value for key, value in part.items() if key in point.changes or key not in fixed} for part in parts]
+        points = [replace(point, name=" ".join(_words(part)), changes={**point.changes, **part}) for part in free if part]
 
         def fit(indices: Sequence[int]) -> list[bool]:
-            named = [(_named(key, parts[index]), {**point.changes, key: parts[index]}) for index in indices]
-            return self._try(start, [replace(point, name=name, changes=changes) for name, changes in named])
+            return self._try(start, [points[index] for index in indices])
 
-        first_that(len(parts), fit, estimation.together())
+        first_that(len(points), fit, estimation.together())
 
 
 @dataclass(frozen=True)
@@ -361,10 +368,6 @@ class _Point:
     def traded(self) -> str:
         """The drawbacks of the base preset, and the names of the savings, whose costs are in the decision tree."""
         return "; ".join(filter(None, [self.recipe, ", ".join(self.taken)]))
-
-
-def _named(key: str, value: object) -> str:
-    return " ".join(_words({key: value}))
 
 
 def _next(run: Attempt, fixed: Set[str]) -> Step | None:

@@ -84,12 +84,15 @@ def read(script: str, argv: list[str]) -> MemoryConfig:
 def faster(tier: Tier) -> MemoryConfig | None:
     """Return the smallest change that makes a tier faster, None if there is none; the tier's GPU must be too small for it.
 
-    The order is fewer swapped blocks, then fewer checkpointed ones while the batch size is 1, then a larger batch. Lumina's
-    step takes as long per image at batch 2 as at 6 (https://github.com/kohya-ss/sd-scripts/pull/2217).
+    The order is fewer swapped blocks, then attention that a transformer keeps, then fewer checkpointed blocks while the batch
+    size is 1, then a larger batch. Lumina's step takes as long per image at batch 2 as at 6
+    (https://github.com/kohya-ss/sd-scripts/pull/2217).
     """
     config = tier.config
     if config.blocks_to_swap:
         return replace(config, blocks_to_swap=max(config.blocks_to_swap - MIN_BLOCKS_STEP, 0) or None)
+    if config.gradient_checkpointing and not config.family.unet and not config.keep_attention:
+        return replace(config, keep_attention=True)
     more = config.train_batch_size < MAX_BATCH and config.trains_network  # a fine-tune's batch is part of its recipe
     if config.gradient_checkpointing and not (more and config.train_batch_size > 1):
         ratio = (config.gradient_checkpointing_ratio or 1.0) - MIN_RATIO_STEP

@@ -48,6 +48,8 @@ CASES = {
     ),
     "compiled": Case(LORA, (*BF16, "--selective_torch_compile")),
     "fused-operations": Case(LORA, (*BF16, "--fused_operations")),
+    "kept-attention": Case(LORA, (*BF16, "--keep_attention")),
+    "flux-kept-attention": Case("flux_train_network.py", (*BF16, "--keep_attention", "--gradient_checkpointing_ratio", "0.5")),
     "ratio": Case(LORA, (*BF16, "--gradient_checkpointing_ratio", "0.5")),
     "reentrant": Case(LORA, (*BF16, "--disable_patch", "nonreentrant_checkpointing", "--network_train_unet_only")),
     "ema": Case(LORA, (*BF16, "--ema_decay", "0.9")),
@@ -112,6 +114,7 @@ OPTIMIZERS = ("AdamW", "Lion", "Prodigy", "DAdaptAdam", "SGDNesterov", "Adafacto
 DROPOUTS = (("--network_dropout", "0.1"), ("--network_args", "module_dropout=0.3"), ("--network_args", "rank_dropout=0.2"))
 SOMETIMES = (
     ("--fused_operations",),
+    ("--keep_attention",),
     ("--scale_weight_norms", "0.01"),
     ("--ema_decay", "0.9"),
     ("--max_grad_norm", "0"),

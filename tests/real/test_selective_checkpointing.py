@@ -101,6 +101,18 @@ def test_budget_frees_blocks_in_every_family(checkout, train, bounds, family):
 
 
 @slow
+def test_budget_counts_kept_attention(checkout, train, bounds):
+    full, none = bounds(checkout, "flux")
+    (low, most), (high, least) = peak_and_flops(full), peak_and_flops(none)
+    budget = ("--vram_budget", f"{(low + 0.85 * (high - low)) / 0.97 / 1e6:.3f}MB")
+    run = train(checkout, FLUX, *EQUAL_BATCHES, *budget, "--keep_attention", family="flux", env=SPY)
+    assert_identical(run, full)
+    facts, (peak, work) = run.report["facts"]["vram_budget"], peak_and_flops(run)
+    assert peak <= facts["limit"] < high
+    assert least[-1] < work[-1] < work[0] < most[0]
+
+
+@slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_compiled_blocks_save_the_fraction_of_activations_that_fits(checkout, train, bounds, family):
     full, none = bounds(checkout, family)

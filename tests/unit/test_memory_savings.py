@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Step, after, steps
+from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Step, after, less_checkpointing, steps
 
 LORA, FULL, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py"
 
@@ -138,3 +138,15 @@ def test_freed_blocks_are_checkpointed_again() -> None:
     everything = {"gradient_checkpointing": True, "gradient_checkpointing_ratio": 1}
     assert everything in [step.changes for step in steps(budget)]
     assert "checkpointing" not in {step.saving.name for step in steps(replace(budget, values={**budget.values, **everything}))}
+
+
+def test_attention_is_recomputed_after_every_block() -> None:
+    run = attempt(FLUX, gradient_checkpointing=True, gradient_checkpointing_ratio=0.5, keep_attention=True)
+    taken = [step.words for step in apply_all(run) if step.saving.name in ("checkpointing", "recomputed attention")]
+    assert taken == [["--gradient_checkpointing_ratio", "1"], ["--no-keep_attention"]]
+
+
+def test_transformers_keep_attention_before_they_checkpoint_fewer_blocks() -> None:
+    kept = {"keep_attention": True}
+    assert less_checkpointing(attempt(FLUX), [0.5]) == [{"gradient_checkpointing_ratio": 0.5, **kept}, kept]
+    assert less_checkpointing(attempt(LORA), [0.5]) == [{"gradient_checkpointing_ratio": 0.5}]

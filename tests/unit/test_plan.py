@@ -108,9 +108,10 @@ def formula_estimates(monkeypatch, tmp_path):
         width, height = memory_config.size(config)
         image = width * height * (1_000_000_000 + round(8_000_000_000 * (1 - ratio))) // 1024**2
         swapped = (config.blocks_to_swap or 0) * 200_000_000
-        size = 5_000_000_000 + rank + config.train_batch_size * image - swapped
+        kept = round(ratio * 500_000_000) if config.keep_attention else 0
+        size = 5_000_000_000 + rank + config.train_batch_size * image - swapped + kept
         images = config.train_batch_size * config.gradient_accumulation_steps
-        work = round(15e12 * (1 + ratio / 2)) * images
+        work = round(15e12 * (1 + ratio / (4 if config.keep_attention else 2))) * images
         result = Estimate(config.key(), size, size, size, "forward", {}, {}, work, 0, {}, checkout.layout)
         cache.keep(checkout, result, ())
         return result
@@ -132,6 +133,16 @@ def test_checkpointing_of_the_base_preset_is_reduced_where_there_is_room(checkou
 
     assert answer().settings["gradient_checkpointing_ratio"] == 0.375
     assert answer("--gradient_checkpointing").settings["gradient_checkpointing_ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "ratio", "kept"),
+    [((), 0.5, True), (("--no-keep_attention",), 0.5, False), (("--gradient_checkpointing_ratio", "0.75"), 0.75, True)],
+)
+def test_a_transformer_keeps_its_attention_where_there_is_room(checkout, formula_estimates, words, ratio, kept):
+    command = CommandLine(checkout.script(FLUX), ["--network_dim", "33", *words], {})
+    settings = planning.plan(checkout, command, 12 * GIB, GPU, lambda line: None).answer.command.settings
+    assert (settings["gradient_checkpointing_ratio"], settings["keep_attention"]) == (ratio, kept)
 
 
 def test_an_8_bit_base_is_offered_as_experimental_where_it_is_faster(checkout, formula_estimates, monkeypatch):
