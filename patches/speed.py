@@ -1,7 +1,7 @@
 """Turn on the features that make this run faster on this GPU, after a self-test and a trial on the real model: ``--speed``.
 
 - ``exact``, the default: CUDA graphs, whose results are bit-identical, if the GPU waits for Python.
-- ``auto``, in the presets of LoRAs: also fused operations or compiled blocks, whose results differ by rounding. Before the
+- ``auto``, in presets for GPUs: also fused operations or compiled blocks, whose results differ by rounding. Before the
   first step a trial times all combinations on the first batch and compares their gradients with eager ones
   (`kohya_ext.speed.trial`). Blocks are compiled if the run is long enough.
 - ``off``: neither.
@@ -253,8 +253,8 @@ def _reason_without_trial(trained: Sequence[Any]) -> str | None:
     They can if the model's own weights are trained: the gradients of the passes need no more memory than a step's, before the
     optimizer has a state.
     """
-    if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in trained):
-        return "the optimizer steps during the backward pass"
+    if any(weight._backward_hooks for weight in trained):
+        return "weights have hooks"
     return None if trained else "nothing is trained"
 
 

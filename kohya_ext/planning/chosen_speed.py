@@ -121,8 +121,6 @@ def _possible(command: CommandLine, gpu: Gpu | None, triton: bool) -> list[Switc
     if settings["vram_budget"] is not None or config.num_processes is not None or config.deepspeed:
         return []
     allowed = [switch for switch in _PREDICTED if may_choose(switch, settings)]
-    if not config.trains_network:
-        allowed = [switch for switch in allowed if switch.exactness == "exact"]
     if not triton or (gpu is not None and not gpu.has_bf16):
         allowed = [switch for switch in allowed if switch is not FUSED_OPERATIONS]
     return [switch for switch in allowed if _normalized(with_features(command, [switch.name])) != config]

@@ -29,18 +29,35 @@ OF_MODEL = Difference(0.1, 0.01)
 _MOST_ELEMENTS = 2**16
 
 
-class Results:
-    """Tensors that a pass computes, an output and gradients or None: evenly spaced elements of them, on the CPU."""
+class Sample(NamedTuple):
+    """Evenly spaced elements of a tensor, and what there is to know about all of them."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        detached = [None if tensor is None else tensor.detach() for tensor in tensors]
-        self.samples = [None if tensor is None else tensor.reshape(-1)[:: _step(tensor)].float().cpu() for tensor in detached]
-        self.steps = [1 if tensor is None else _step(tensor) for tensor in detached]
-        """How many elements each element of a sample stands for."""
-        self.rounding = max((_rounding(tensor) for tensor in detached if tensor is not None), default=0.0)
+    values: torch.Tensor
+    """In float32."""
+    step: int
+    """How many elements each of them stands for."""
+    norm: torch.Tensor
+    rounding: float
+    """The largest relative error of rounding to the tensor's type; 0 for 32 bits."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, most: int = _MOST_ELEMENTS, device: torch.device | str = "cpu") -> Sample:
+        """Return copies of about ``most`` elements on a device."""
+        flat = tensor.detach().reshape(-1)
+        step = 1 if flat.numel() <= most else flat.numel() // most | 1  # odd, so that they are from all rows and columns
+        return cls(flat[::step].to(device, torch.float32, copy=True), step, _norm(flat), _rounding(flat))
+
+
+class Results:
+    """Tensors that a pass computes, an output and gradients or None."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor | Sample | None]) -> None:
+        samples = [Sample.of(value) if isinstance(value, torch.Tensor) else value for value in tensors]
+        self.samples = [None if sample is None else sample._replace(values=sample.values.cpu()) for sample in samples]
+        known = [sample for sample in samples if sample is not None]
+        self.rounding = max((sample.rounding for sample in known), default=0.0)
         """The largest relative error of rounding to the tensors' types; 0 for 32 bits."""
-        norms = [_norm(tensor) for tensor in detached if tensor is not None]
-        self.is_finite = not norms or bool(torch.stack(norms).isfinite().all())
+        self.is_finite = not known or bool(torch.stack([sample.norm for sample in known]).isfinite().all())
         """Whether all values are finite, also those outside the samples."""
 
     def minus(self, reference: Results) -> Difference:
@@ -48,13 +65,13 @@ class Results:
         if not self.is_finite:
             return Difference(math.nan, math.nan)
         squares = products = norms = 0.0
-        for ours, theirs, step in zip(self.samples, reference.samples, self.steps, strict=True):
+        for ours, theirs in zip(self.samples, reference.samples, strict=True):
             if (ours is None) != (theirs is None):
                 return Difference(math.inf, math.inf)
             if ours is not None and theirs is not None:
-                squares += step * float((ours - theirs).square().sum())
-                products += step * float((ours * theirs).sum())
-                norms += step * float(theirs.square().sum())
+                squares += ours.step * float((ours.values - theirs.values).square().sum())
+                products += ours.step * float((ours.values * theirs.values).sum())
+                norms += ours.step * float(theirs.values.square().sum())
         if norms == 0:
             return Difference(0.0, 0.0) if squares == 0 else Difference(math.inf, math.inf)
         return Difference(math.sqrt(squares / norms), products / norms - 1)
@@ -74,11 +91,6 @@ class Results:
         if not abs(scale) <= most.scale:
             return f"the gradients' scale differs by {scale:.2g}, more than {most.scale:.2g}"
         return None
-
-
-def _step(tensor: torch.Tensor) -> int:
-    """Return the distance of the elements that are compared: odd, so that they are from all rows and columns."""
-    return 1 if tensor.numel() <= _MOST_ELEMENTS else tensor.numel() // _MOST_ELEMENTS | 1
 
 
 def _rounding(tensor: torch.Tensor) -> float:

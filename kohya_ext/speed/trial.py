@@ -1,7 +1,7 @@
 """Compare ways to run a model's passes on its first real batch, and choose the fastest one that computes the same.
 
 The batch, the model and the trained weights are the run's own. Everything that passes change is put back: gradients, random
-states, weights. The optimizer does not step.
+states, weights. The optimizer does not step, also not during the backward pass (`released`).
 
 - **The same**: the output and all gradients are compared with those of an eager pass. An exact candidate may differ by as much
   as two eager passes do. Where a close one rounds differently, the difference grows from layer to layer, to a tenth of some
@@ -32,6 +32,7 @@ from kohya_ext.patching.swapped_blocks import move_back
 from kohya_ext.speed import switches
 from kohya_ext.speed.comparison import Results
 from kohya_ext.speed.layers import BlockCall, LayerCheck, recorded_calls
+from kohya_ext.speed.released import ReleasedGradients
 from kohya_ext.speed.switches import Switch
 from kohya_ext.speed.timing import TimedPasses
 
@@ -170,6 +171,7 @@ class Trial:
     _reference: Results = field(default_factory=lambda: Results(()))
     _noise: float = 0.0
     """The difference of two eager passes."""
+    _released: ReleasedGradients = field(default_factory=lambda: ReleasedGradients(()))
     _samples: bool = False
     """Whether one layer of each kind is compared instead of all."""
     _problems: dict[tuple[str, ...], str | None] = field(default_factory=lambda: {(): None})
@@ -284,8 +286,10 @@ class Trial:
         gradients = [weight.grad for weight in self.trained]
         states = RandomStates(self.recorder.generators)
         zeros = self._fill_zeros()
+        self._released = ReleasedGradients(self.trained)
         try:
-            yield states
+            with self._released.without_steps():
+                yield states
         finally:
             switches.use(used)
             switches.CUDA_GRAPHS.is_paused = False
@@ -295,7 +299,7 @@ class Trial:
                 weight.grad = gradient
             states.restore()
             move_back(self.modules[0])
-            self._args, self._kwargs, self._calls = (), {}, {}
+            self._args, self._kwargs, self._calls, self._released = (), {}, {}, ReleasedGradients(())
             self.recorder.return_unused()
 
     def _eager(self, states: RandomStates) -> Candidate:
@@ -381,14 +385,15 @@ class Trial:
 
     def _results(self, output: torch.Tensor) -> Results:
         """Return the results of the last passes."""
-        return Results([output, *(tensor.grad for tensor in (*self.trained, *self._inputs()))])
+        samples = self._released.samples
+        return Results([output, *(samples.get(tensor, tensor.grad) for tensor in (*self.trained, *self._inputs()))])
 
     def _passes(self, forward: Callable[..., Any]) -> torch.Tensor:
         """Run both passes, with a test gradient of the output; leave the gradients of trained weights and inputs."""
         self._clear_gradients()
         with torch.enable_grad(), self._autocast():
             output = tensor_of(forward(*self._args, **self._kwargs))
-        with torch.autocast(self.recorder.device.type, enabled=False, cache_enabled=False):
+        with self._released.freed(), torch.autocast(self.recorder.device.type, enabled=False, cache_enabled=False):
             output.backward(test_gradient(output))
         return output.detach()
 
@@ -416,10 +421,11 @@ class Trial:
     def _clear_gradients(self) -> None:
         for tensor in (*self.trained, *self._inputs()):
             tensor.grad = None
+        self._released.samples.clear()
 
     def _fill_zeros(self) -> list[torch.Tensor]:
         """Give small values to trained weights that are all zero; return these weights."""
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm([weight.detach() for weight in self.trained])])
+        norms = torch.stack([norm.float().cpu() for norm in torch._foreach_norm([weight.detach() for weight in self.trained])])
         zeros = [weight for weight, norm in zip(self.trained, norms.tolist(), strict=True) if norm == 0]
         for weight in zeros:
             numbers = torch.arange(weight.numel(), device=weight.device, dtype=torch.float32)

@@ -12,6 +12,8 @@ LORA = "sdxl_train_network.py"
 BF16 = ("--mixed_precision", "bf16")
 OFF, AUTO = ("--speed", "off"), ("--speed", "auto")
 
+FUSED_BACKWARD = ("--fused_backward_pass", "--optimizer_type", "Adafactor", "--max_grad_norm", "0")
+
 #: Script -> options. Text encoders are trained, with checkpointing and images of two sizes.
 RUNS = {
     "sdxl": (LORA, (*BF16, "--gradient_accumulation_steps", "2")),
@@ -21,6 +23,10 @@ RUNS = {
     "lumina": ("lumina_train_network.py", BF16),
     "anima": ("anima_train_network.py", BF16),
     "finetune": ("sdxl_train.py", (*BF16, "--full_bf16")),
+    "fused-backward": ("sdxl_train.py", (*BF16, *FUSED_BACKWARD)),
+    "flux-fused-backward": ("flux_train.py", (*BF16, "--full_bf16", *FUSED_BACKWARD)),
+    "released": ("sdxl_train.py", (*BF16, "--full_bf16", "--gradient_release", "--max_grad_norm", "0.5")),
+    "released-on-host": ("flux_train.py", (*BF16, "--full_bf16", "--gradient_release", "--optimizer_states_on_host")),
 }
 DEFAULT = ("sdxl",)
 

@@ -328,7 +328,7 @@ def test_samples_of_large_gradients_find_differences_of_all():
     torch.manual_seed(1)
     gradient = torch.randn(1000, 2048)
     reference = Results([gradient])
-    assert sum(sample.numel() for sample in reference.samples) < 2**17
+    assert sum(sample.values.numel() for sample in reference.samples) < 2**17
     scale = Results([gradient * 1.01]).minus(reference)
     assert scale.scale == pytest.approx(0.01, abs=1e-5)
     part = gradient.clone()
@@ -349,6 +349,48 @@ def test_all_weights_of_a_model_can_be_trained():
     assert choose(candidates).features == ("fused_operations",)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def steps_in_the_backward_pass(model):
+    """Return the outcome of fused operations, the weights that were stepped, and gradients held at the end of each pass."""
+    (network,) = model.network
+    weights, stepped, held = [*network.parameters()], [], []
+
+    def step(weight):
+        stepped.append(weight)
+        weight.data.add_(weight.grad)
+        weight.grad = None
+
+    def forward(sample):
+        y = sample.tanh()
+        if y.requires_grad:
+            y.register_hook(lambda _: held.append(sum(weight.grad is not None for weight in weights)))
+        return model(y)
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(step)
+    a_trial = Trial(model.machine, [model, network], weights, 10**6, watch=model.machine.replaying)
+    _, fused = a_trial.run(forward, (torch.randn(8, WIDTH, requires_grad=True),), {}, (FUSED_OPERATIONS,))
+    return fused, stepped, held
+
+
+def test_optimizer_that_steps_in_the_backward_pass_does_not_step_in_a_trial():
+    model = Model(gains())
+    (network,) = model.network
+    before = copy.deepcopy(network.state_dict())
+    fused, stepped, held = steps_in_the_backward_pass(model)
+    assert fused.rejected is None
+    assert set(held) == {0}
+    assert stepped == []
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    model(torch.randn(8, WIDTH)).sum().backward()
+    assert set(stepped) == {*network.parameters()}
+
+
+def test_gradients_that_are_freed_at_once_are_compared(monkeypatch):
+    monkeypatch.setattr(Trial, "_problem_of_layers", lambda *_: None)
+    fused, _, _ = steps_in_the_backward_pass(Model(gains(), [factor("gradient", 0.95)] * 3))
+    assert fused.rejected.startswith("the gradients' scale differs by -0.0")
 
 
 def test_eager_passes_that_are_not_finite_are_no_reference():
