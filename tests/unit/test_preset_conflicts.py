@@ -87,6 +87,8 @@ def held_back(script, *argv):
         (FLUX, "12gb", "--text_encoder_lr 5e-5", {"network_train_unet_only"}),
         (FLUX, "12gb", "--network_args train_t5xxl=True", {"network_train_unet_only", "cache_text_encoder_outputs"}),
         (FLUX, "12gb", "--cpu_offload_checkpointing", {"blocks_to_swap"}),
+        (FLUX, "24gb", "--vram_budget 14GB", {"keep_attention"}),
+        (FLUX, "48gb", "--no-gradient_checkpointing", {"gradient_checkpointing_ratio", "keep_attention"}),
         (FLUX, "12gb", f"{CHROMA} --text_encoder_lr 5e-5", {"network_train_unet_only", "cache_text_encoder_outputs"}),
         (FLUX, "12gb", f"{CHROMA} --no-network_train_unet_only", {"cache_text_encoder_outputs"}),
         (
