@@ -97,7 +97,7 @@ def faster(tier: Tier) -> MemoryConfig | None:
     if config.gradient_checkpointing and not (more and config.train_batch_size > 1):
         ratio = (config.gradient_checkpointing_ratio or 1.0) - MIN_RATIO_STEP
         if ratio <= 0:
-            return replace(config, gradient_checkpointing=False, gradient_checkpointing_ratio=None)
+            return replace(config, gradient_checkpointing=False, gradient_checkpointing_ratio=None, keep_attention=False)
         return replace(config, gradient_checkpointing_ratio=ratio)
     return replace(config, train_batch_size=min(2 * config.train_batch_size, MAX_BATCH)) if more else None
 
@@ -161,4 +161,6 @@ def words(before: MemoryConfig, after: MemoryConfig) -> list[str]:
     changed = {name: value for name, value in vars(after).items() if value != getattr(before, name)}
     if changed.get("blocks_to_swap", 0) is None:
         changed["blocks_to_swap"] = 0
+    if changed.get("gradient_checkpointing") is False:
+        changed.pop("keep_attention", None)  # does nothing without it
     return option_words(changed)

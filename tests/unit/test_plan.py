@@ -381,6 +381,12 @@ def test_a_faster_change_is_one_step_with_its_flags():
     assert tiers.read(LORA, argv) == better
 
 
+def test_a_transformer_keeps_attention_before_it_checkpoints_fewer_blocks():
+    tier = TIERS["chroma-lora/32gb"]
+    assert tiers.faster(replace(tier, config=replace(tier.config, keep_attention=False))) == tier.config
+    assert tiers.faster(tier) == replace(tier.config, gradient_checkpointing_ratio=0.5)
+
+
 def test_the_config_files_options_are_kept(checkout, formula_estimates, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("network_dim = 77\ntrain_batch_size = 2\ngradient_checkpointing = false\n")
