@@ -105,7 +105,9 @@ def _parts(sets: Sets, dtype: Any) -> dict[str, Callable[[int], Any]]:
     g = [kernels.quantize(g, dtype, BF16, factors=scales) for g, (_, scales) in zip(sets.g, weights, strict=True)]
     turned = [kernels.transpose(q.view(torch.int8)).view(dtype) for q, _ in weights]
     parts: dict[str, Callable[[int], Any]] = {
-        "forward": lambda i: kernels.forward(sets.x[i], weights[i][0].view(torch.int8), weights[i][1], sets.bias, BF16, dtype),
+        "forward": lambda i: kernels.forward(
+            kernels.quantized_input(sets.x[i], dtype, BF16), weights[i][0].view(torch.int8), weights[i][1], sets.bias, BF16
+        ),
         "backward": lambda i: kernels.backward(sets.g[i], weights[i][0].view(torch.int8), weights[i][1], BF16, dtype),
         "quantize_x": lambda i: kernels.quantize(sets.x[i], dtype, BF16, rotated=rotated),
         "quantize_g": lambda i: kernels.quantize(sets.g[i], dtype, BF16, factors=weights[i][1]),
@@ -215,7 +217,7 @@ def host_microseconds() -> dict[str, float]:
 
     calls = {
         "bf16": lambda: torch.nn.functional.linear(x, sets.w[0], sets.bias),
-        "int8": lambda: kernels.forward(x, q, scales, sets.bias, BF16, torch.int8),
+        "int8": lambda: kernels.forward(kernels.quantized_input(x, torch.int8, BF16), q, scales, sets.bias, BF16),
     }
     return {name: _host(call) for name, call in calls.items()}
 

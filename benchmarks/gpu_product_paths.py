@@ -113,7 +113,8 @@ def fp8_products(sets: Sets) -> dict[str, Any]:
 
         def forward(i: int, by_torch: bool = by_torch) -> Any:
             bits, scales = weights[i]
-            return kernels.forward(sets.x[i], bits.view(torch.int8), scales, sets.bias, BF16, FP8, by_torch=by_torch)
+            rows = kernels.quantized_input(sets.x[i], FP8, BF16)
+            return kernels.forward(rows, bits.view(torch.int8), scales, sets.bias, BF16, by_torch=by_torch)
 
         def backward(i: int, by_torch: bool = by_torch) -> Any:
             bits, scales = weights[i]
@@ -140,7 +141,8 @@ def dequantizing_layers(sets: Sets) -> dict[str, Any]:
         weights = [arithmetic.quantize(rotate(w.float(), kind), kind) for w in sets.w]
 
         def forward(i: int, weights: Any = weights, kind: Any = kind) -> Any:
-            return linear._product(sets.x[i], weights[i][0].view(torch.int8), weights[i][1], sets.bias, BF16, kind, "weights")
+            operand = linear._operand(sets.x[i], BF16, kind, "weights")
+            return linear._product(operand, weights[i][0].view(torch.int8), weights[i][1], sets.bias, BF16, kind, "weights")
 
         def backward(i: int, weights: Any = weights, kind: Any = kind) -> Any:
             return linear._input_gradient(sets.g[i], weights[i][0].view(torch.int8), weights[i][1], BF16, kind, "weights")

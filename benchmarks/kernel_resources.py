@@ -43,7 +43,7 @@ _NAMES = {False: "input", True: "gradient"}
 #: Whether the inner size is a multiple of the tile, whether there is a LoRA, and the sizes that are not multiples of 16.
 _SHAPES = (
     *((True, False, ()), (True, False, ("m",)), (False, False, ("m",))),
-    (False, True, ("m", "rank", "up_stride_rank", "up_stride_n")),
+    (False, True, ("m", "hidden", "rank", "hidden_stride", "up_stride_rank", "up_stride_n")),
 )
 
 _TYPES = {"factors": "*fp32", "scales": "*fp32", "scales_a": "*fp32", "scales_b": "*fp32"}

@@ -92,15 +92,16 @@ def _lora(original: Any, settings: Settings) -> Any:
             return original(self, x)
         layer, down, up = self.org_forward.__self__, self.lora_down.weight, self.lora_up.weight
         factor = float(self.multiplier * self.scale)
-        if type(layer) is QuantizedLinear:
-            _counts["products"] += 1
-            return layer.with_lora(x, down, up, factor)
-        weight = layer.weight
-        if weight.requires_grad or not (torch.is_autocast_enabled(x.device.type) or x.dtype is weight.dtype is down.dtype):
+        weight, is_quantized = layer.weight, type(layer) is QuantizedLinear
+        if not is_quantized and (
+            weight.requires_grad or not (torch.is_autocast_enabled(x.device.type) or x.dtype is weight.dtype is down.dtype)
+        ):
             return original(self, x)
         _counts["products"] += 1
         if (shared := self.__dict__.get(_SHARED)) is not None:
             return shared.output(self, x, factor)
+        if is_quantized:
+            return layer.with_lora(x, down, up, factor)
         return linear_with_lora(x, weight, layer.bias, down, up, factor)
 
     _forwards[forward] = is_fused
@@ -118,16 +119,22 @@ class _SharedInput:
 
     def output(self, lora: Any, x: Any, factor: float) -> Any:
         """Return the output of a layer for ``x``; it is kept for one call."""
-        from kohya_ext.kernels.fused import linears_with_lora
-
         if self._input is not x or self._version != x._version or lora not in self._outputs:
-            bases, downs, ups = zip(
-                *((each.org_forward.__self__.weight, each.lora_down.weight, each.lora_up.weight) for each in self._loras),
-                strict=True,
-            )
-            self._outputs = dict(zip(self._loras, linears_with_lora(x, bases, downs, ups, factor), strict=True))
+            self._outputs = dict(zip(self._loras, _outputs(self._loras, x, factor), strict=True))
             self._input, self._version = x, x._version
         return self._outputs.pop(lora)
+
+
+def _outputs(loras: Sequence[Any], x: Any, factor: float) -> list[Any]:
+    """Return the outputs for ``x`` of LoRA modules that are alike."""
+    from kohya_ext.kernels import fused
+    from kohya_ext.quantization import linear as quantized
+
+    layers = [lora.org_forward.__self__ for lora in loras]
+    downs, ups = [lora.lora_down.weight for lora in loras], [lora.lora_up.weight for lora in loras]
+    if type(layers[0]) is quantized.Linear:
+        return quantized.linears_with_lora(x, layers, downs, ups, factor)
+    return fused.linears_with_lora(x, [layer.weight for layer in layers], downs, ups, factor)
 
 
 def _attention(queries: str, *others: str) -> Callable[[Any, Settings], Any]:
@@ -177,17 +184,18 @@ def _shared_input(methods: Sequence[Any]) -> Iterator[int]:
 
 
 def _is_alike(loras: Sequence[Any]) -> bool:
-    """Return whether LoRA modules can share products: fused ones of plain layers without bias, of one shape and factor."""
-    import torch
-
+    """Return whether LoRA modules can share products: fused ones of layers without bias, of one kind, shape and factor."""
     forms = set()
     for lora in loras:
-        if not _forwards[lora.forward.__func__](lora) or lora.org_forward.__func__ is not torch.nn.Linear.forward:
+        if not _forwards[lora.forward.__func__](lora):
             return False
         layer, down = lora.org_forward.__self__, lora.lora_down.weight
-        is_plain = layer.bias is None and not layer.weight.requires_grad
-        forms.add((is_plain, layer.weight.shape, layer.weight.dtype, down.shape, down.dtype, lora.multiplier * lora.scale))
-    return len(forms) == 1 and forms.pop()[0]
+        if layer.bias is not None or layer.weight.requires_grad:
+            return False
+        of_8_bits = vars(layer).get("kind"), vars(layer).get("products")
+        of_weights = layer.weight.shape, layer.weight.dtype, down.shape, down.dtype
+        forms.add((type(layer), *of_8_bits, *of_weights, lora.multiplier * lora.scale))
+    return len(forms) == 1
 
 
 def _block(original: Any, settings: Settings) -> Any:

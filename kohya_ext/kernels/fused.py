@@ -93,21 +93,35 @@ class _LinearsWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch 
         count, shape = ctx.count, gradients[0].shape
         bases, downs, ups = weights[:count], weights[count : 2 * count], weights[2 * count :]
         gradients = tuple(gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients)
-        parts = hidden.chunk(count, dim=1)
-        grad_hidden = torch.empty_like(hidden)
-        for gradient, up, part in zip(gradients, ups, grad_hidden.chunk(count, dim=1), strict=True):
-            torch.addmm(gradient.new_empty(1), gradient, up, beta=0, alpha=ctx.factor, out=part)
+        grad_hidden = hidden_gradient(gradients, hidden, ups, ctx.factor)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = gradients[0] @ bases[0]
             for gradient, base in zip(gradients[1:], bases[1:], strict=True):
                 grad_x.addmm_(gradient, base)
             grad_x = grad_x.addmm_(grad_hidden, joined(downs)).view(*shape[:-1], -1)
-        needs_downs, needs_ups = (any(ctx.needs_input_grad[3 + part * count :][:count]) for part in (1, 2))
-        grad_downs = (grad_hidden.t() @ rows).chunk(count) if needs_downs else [None] * count
-        pairs = zip(gradients, parts, strict=True)
-        grad_ups = [gradient.t() @ part for gradient, part in pairs] if needs_ups else [None] * count
-        return grad_x, None, None, *(None for _ in bases), *grad_downs, *grad_ups
+        needs = ctx.needs_input_grad[-2 * count :]
+        return grad_x, None, None, *(None for _ in bases), *lora_gradients(gradients, rows, hidden, grad_hidden, needs)
+
+
+def hidden_gradient(gradients: Sequence[Any], hidden: Any, ups: Sequence[Any], factor: float) -> Any:
+    """Return the gradient of the hidden rows of several LoRAs, [m, count * rank], for those of their outputs, [m, out]."""
+    result = torch.empty_like(hidden)
+    for gradient, up, part in zip(gradients, ups, result.chunk(len(ups), dim=1), strict=True):
+        torch.addmm(gradient.new_empty(1), gradient, up, beta=0, alpha=factor, out=part)
+    return result
+
+
+def lora_gradients(gradients: Sequence[Any], rows: Any, hidden: Any, grad_hidden: Any, needs: Sequence[bool]) -> list[Any]:
+    """Return the gradients of the down weights of LoRAs that read the same rows, which are one product, and of the up weights.
+
+    ``needs``: whether each of these weights needs its gradient. Without any, those of all down or up weights are None.
+    """
+    count = len(gradients)
+    grad_downs = (grad_hidden.t() @ rows).chunk(count) if any(needs[:count]) else [None] * count
+    pairs = zip(gradients, hidden.chunk(count, dim=1), strict=True)
+    grad_ups = [gradient.t() @ part for gradient, part in pairs] if any(needs[count:]) else [None] * count
+    return [*grad_downs, *grad_ups]
 
 
 def linears_with_lora(x: Any, weights: Sequence[Any], downs: Sequence[Any], ups: Sequence[Any], factor: float) -> list[Any]:
@@ -121,6 +135,8 @@ def linears_with_lora(x: Any, weights: Sequence[Any], downs: Sequence[Any], ups:
 def joined(tensors: Sequence[Any]) -> Any:
     """Return tensors of one shape as one along the first dimension, without a copy if they follow each other in memory."""
     first, size = tensors[0], tensors[0].numel()
+    if len(tensors) == 1:
+        return first
     storage, start = first.untyped_storage()._cdata, first.storage_offset()
     for index, tensor in enumerate(tensors):
         place = tensor.untyped_storage()._cdata, tensor.storage_offset()

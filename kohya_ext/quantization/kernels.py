@@ -71,7 +71,7 @@ def _transpose(x, out, rows, columns, TILE: tl.constexpr):
 
 @triton.jit
 def _multiply(
-    a, b, out, scales_a, scales_b, bias, hidden, up, m, n, k, rank, up_stride_rank, up_stride_n,
+    a, b, out, scales_a, scales_b, bias, hidden, up, m, n, k, rank, hidden_stride, up_stride_rank, up_stride_n,
     HAS_SCALES_B: tl.constexpr, HAS_BIAS: tl.constexpr, ROTATED: tl.constexpr, HAS_LORA: tl.constexpr,
     MATRIX: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_RANK: tl.constexpr, GROUP: tl.constexpr,
@@ -114,7 +114,7 @@ def _multiply(
         values = tl.dot(blocks, _hadamard(SIZE, 1.0, MATRIX), input_precision="ieee").reshape(TILE_M, TILE_N)
     if HAS_LORA:
         inner = tl.arange(0, TILE_RANK)
-        pointers_a = hidden + rows[:, None].to(tl.int64) * rank + inner[None, :]
+        pointers_a = hidden + rows[:, None].to(tl.int64) * hidden_stride + inner[None, :]
         pointers_b = up + columns[None, :].to(tl.int64) * up_stride_n + inner[:, None] * up_stride_rank
         for start in tl.range(0, rank, TILE_RANK, num_stages=1):  # few passes, whose buffers would displace the product's
             tile_a = tl.load(pointers_a, mask=(rows < m)[:, None] & (inner < rank - start)[None, :], other=0.0)
@@ -188,11 +188,11 @@ def multiply(
     """Return ``(a b^T) scales_a scales_b + bias`` in ``dtype``, its rows then rotated if wanted, plus the LoRA's product.
 
     Shapes: ``a`` [m, k] and ``b`` [n, k], both int8 or fp8; ``scales_a`` [m] and ``scales_b`` [n], fp32; ``bias`` [n]; the
-    result is [m, n]. ``tile`` is one of :func:`tiles`.
+    result is [m, n]. ``tile`` is one of :func:`tiles`. The LoRA's hidden rows may be some columns of a wider tensor.
     """
     (m, k), n = a.shape, b.shape[0]
-    hidden, up = (None, None) if lora is None else (lora[0].contiguous(), lora[1])
-    rank, strides = (0, (0, 0)) if up is None else (up.shape[0], up.stride())
+    hidden, up = (None, None) if lora is None else lora
+    rank, strides = (0, (0, 0, 0)) if hidden is None else (up.shape[0], (hidden.stride(0), *up.stride()))
     out = torch.empty((m, n), dtype=dtype, device=a.device)
     tile_m, tile_n, tile_k, warps, stages = tile
     _multiply[(triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n),)](
@@ -216,15 +216,20 @@ def _product(
     return out if lora is None else out.addmm_(*lora)
 
 
+def quantized_input(x: Any, kind: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return the rows ``x`` [m, k] as :func:`forward` reads them, and the scale of each row."""
+    return quantize(x, kind, dtype, rotated=kind in ROTATED)
+
+
 def forward(
-    x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: Any, lora: LoRA | None = None, *, by_torch: bool = True
+    rows: tuple[Any, Any], weight: Any, scales: Any, bias: Any, dtype: Any, lora: LoRA | None = None, *, by_torch: bool = True
 ) -> Any:
-    """Return ``x W^T + bias`` in ``dtype``, plus the LoRA's product, for rows ``x`` [m, k] and an 8-bit ``weight`` [n, k].
+    """Return ``x W^T + bias`` in ``dtype``, plus the LoRA's product, for a :func:`quantized_input` and a ``weight`` [n, k].
 
     ``by_torch`` lets torch multiply fp8 rows in bf16, which some of its builds cannot.
     """
-    rows, row_scales = quantize(x, kind, dtype, rotated=kind in ROTATED)
-    return _product(rows, weight.view(kind), row_scales, dtype, lora, by_torch, scales, bias)
+    quantized, row_scales = rows
+    return _product(quantized, weight.view(quantized.dtype), row_scales, dtype, lora, by_torch, scales, bias)
 
 
 def backward(

@@ -7,13 +7,13 @@ gradient times s, and rotates the product. No activation is saved for backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from kohya_ext.kernels.fused import scaled_product
+from kohya_ext.kernels.fused import hidden_gradient, joined, lora_gradients, scaled_product
 from kohya_ext.quantization import rotation
 from kohya_ext.quantization.arithmetic import ROTATED, LoRA, multiply, quantize
 from kohya_ext.quantization.rotation import BLOCK, GROWTH
@@ -40,18 +40,33 @@ def rotate(rows: Any, kind: torch.dtype, factor: float = 1.0) -> Any:
     return rotation.rotate(rows, factor) if kind in ROTATED else rows
 
 
-def _product(
-    x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: torch.dtype, products: Products, lora: LoRA | None = None
-) -> Any:
-    """Return ``x W^T + b`` in ``dtype`` for rows [m, k], plus the LoRA's product."""
+def _operand(x: Any, dtype: Any, kind: torch.dtype, products: Products) -> tuple[Any, Any]:
+    """Return the rows ``x`` [m, k] as a product reads them, in ``dtype`` or 8 bits, and the scales of 8-bit rows.
+
+    They depend on no weight, so that layers of one input can share them.
+    """
     if products in _BY_KERNELS:
         from kohya_ext.quantization import kernels
 
-        return kernels.forward(x, weight, scales, bias, dtype, kind, lora, by_torch=products == "kernels")
+        return kernels.quantized_input(x, kind, dtype)
+    x = x.to(dtype)
     if products == "weights":
-        out = _by_weights(x.to(dtype), weight, scales, bias, kind)
+        return (rotation.rotate(x, 1 / GROWTH) if kind in ROTATED else x), None
+    return quantize(rotate(x.float(), kind), kind)
+
+
+def _product(
+    operand: tuple[Any, Any], weight: Any, scales: Any, bias: Any, dtype: Any, kind: Any, products: Products, lora: Any = None
+) -> Any:
+    """Return ``x W^T + b`` in ``dtype`` for the operand of rows [m, k], plus the LoRA's product."""
+    if products in _BY_KERNELS:
+        from kohya_ext.quantization import kernels
+
+        return kernels.forward(operand, weight, scales, bias, dtype, lora, by_torch=products == "kernels")
+    rows, row_scales = operand
+    if products == "weights":
+        out = _by_weights(rows, weight, scales, bias, kind)
     else:
-        rows, row_scales = quantize(rotate(x.to(dtype).float(), kind), kind)
         out = multiply(rows, weight.view(kind)) * row_scales[:, None] * scales
         out = (out if bias is None else out + bias).to(dtype)
     return out if lora is None else out.addmm_(*lora)
@@ -79,9 +94,9 @@ def _input_gradient(
 
 
 def _by_weights(x: Any, weight: Any, scales: Any, bias: Any, kind: torch.dtype) -> Any:
-    """Return ``x W^T + b`` from a weight in the dtype of ``x``."""
+    """Return ``x W^T + b`` from a weight in the dtype of ``x``, which is rotated, and an eighth, if the format needs it."""
     if kind in ROTATED:
-        x, scales = rotation.rotate(x, 1 / GROWTH), scales * GROWTH
+        scales = scales * GROWTH
     elif _scales_rows(kind, x, weight.shape[1] // (1 if bias is None else 2)):
         out = torch.nn.functional.linear(x, weight.view(kind).to(x.dtype)).mul_(scales)
         return out if bias is None else out.add_(bias)
@@ -121,7 +136,7 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     def forward(ctx: Any, x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: Any, products: Products) -> Any:
         ctx.save_for_backward(weight, scales)
         ctx.x_dtype, ctx.settings = x.dtype, (dtype, kind, products)
-        return _product(x, weight, scales, bias, dtype, kind, products)
+        return _product(_operand(x, dtype, kind, products), weight, scales, bias, dtype, kind, products)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
@@ -130,30 +145,61 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
         return _input_gradient(gradient, weight, scales, *ctx.settings).to(ctx.x_dtype), None, None, None, None, None, None
 
 
-class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """Compute ``x W^T + b + factor (x A^T) B^T``. One product adds the LoRA's to the layer's, forward and backward."""
+class _LinearsWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """Compute ``x W^T + b + factor (x A^T) B^T`` for one or several layers of one input.
+
+    The input is quantized once, and all A are one product. A layer's product adds its LoRA's. In the backward pass, the first
+    layer's product adds those of all.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, weight: Any, scales: Any, bias: Any, down: Any, up: Any, factor: float, kind: Any, products: Products
-    ) -> Any:
-        hidden = scaled_product(x, down.t(), factor)
-        ctx.save_for_backward(x, hidden, weight, scales, down, up)
-        ctx.settings = factor, kind, products
-        return _product(x, weight, scales, bias, x.dtype, kind, products, (hidden, up.t()))
+    def forward(ctx: Any, x: Any, factor: float, kind: Any, products: Products, count: int, *tensors: Any) -> tuple[Any, ...]:
+        weights, scales, biases, downs, ups = _parts(tensors, count)
+        hidden = scaled_product(x, joined(downs).t(), factor)
+        ctx.save_for_backward(x, hidden, *weights, *scales, *downs, *ups)
+        ctx.settings = factor, kind, products, count
+        operand = _operand(x, x.dtype, kind, products)
+        return tuple(
+            _product(operand, weight, of_rows, bias, x.dtype, kind, products, (part, up.t()))
+            for weight, of_rows, bias, part, up in zip(weights, scales, biases, hidden.chunk(count, dim=1), ups, strict=True)
+        )
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        x, hidden, weight, scales, down, up = ctx.saved_tensors
-        factor, kind, products = ctx.settings
-        grad_hidden = scaled_product(gradient, up, factor)
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        factor, kind, products, count = ctx.settings
+        x, hidden, *tensors = ctx.saved_tensors
+        weights, scales, downs, ups = _parts(tensors, count)
+        grad_hidden = hidden_gradient(gradients, hidden, ups, factor)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(gradient, weight, scales, x.dtype, kind, products, (grad_hidden, down))
-        grad_down = grad_hidden.t() @ x if ctx.needs_input_grad[4] else None
-        grad_up = gradient.t() @ hidden if ctx.needs_input_grad[5] else None
-        return grad_x, None, None, None, grad_down, grad_up, None, None, None
+            for gradient, weight, of_rows in zip(gradients, weights, scales, strict=True):
+                lora = (grad_hidden, joined(downs)) if grad_x is None else None
+                part = _input_gradient(gradient, weight, of_rows, x.dtype, kind, products, lora)
+                grad_x = part if grad_x is None else grad_x.add_(part)
+        needs = ctx.needs_input_grad[-2 * count :]
+        return grad_x, *[None] * (4 + 3 * count), *lora_gradients(gradients, x, hidden, grad_hidden, needs)
+
+
+def _parts(tensors: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    return [tensors[start : start + count] for start in range(0, len(tensors), count)]
+
+
+def linears_with_lora(x: Any, layers: Sequence[Linear], downs: Sequence[Any], ups: Sequence[Any], factor: float) -> list[Any]:
+    """Return ``layer(x) + factor (x down^T) up^T`` for layers that read one input and have one shape and 8-bit format.
+
+    Shapes: ``downs`` [rank, in_features], ``ups`` [out_features, rank]. The quantized input is bit for bit that of each layer
+    alone. The sums in x down^T, and in the gradient of x, may have another order.
+    """
+    device, dtype, first = x.device.type, _precision(x), layers[0]
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    weights, scales = [layer.weight for layer in layers], [layer.scales for layer in layers]
+    biases = [None if layer.bias is None else layer.bias.to(dtype) for layer in layers]
+    loras = [weight.to(dtype) for weight in (*downs, *ups)]
+    with torch.autocast(device, enabled=False):
+        form = factor, first.kind, first._products(rows, dtype), len(layers)
+        outputs = _LinearsWithLoRA.apply(rows, *form, *weights, *scales, *biases, *loras)
+    return [torch.ops.aten._unsafe_view(output, (*x.shape[:-1], output.shape[-1])) for output in outputs]
 
 
 class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
@@ -177,14 +223,7 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
 
     def with_lora(self, x: Any, down: Any, up: Any, factor: float) -> Any:
         """Return ``forward(x) + factor (x down^T) up^T`` for ``down`` [rank, in_features] and ``up`` [out_features, rank]."""
-        device, dtype = x.device.type, _precision(x)
-        rows = x.to(dtype).reshape(-1, x.shape[-1])
-        bias = None if self.bias is None else self.bias.to(dtype)
-        down, up = down.to(dtype), up.to(dtype)
-        with torch.autocast(device, enabled=False):
-            products = self._products(rows, dtype)
-            out = _LinearWithLoRA.apply(rows, self.weight, self.scales, bias, down, up, factor, self.kind, products)
-        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
+        return linears_with_lora(x, [self], [down], [up], factor)[0]
 
     @property
     def scales(self) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,5 +53,6 @@ def _failure(device: Any, kind: torch.dtype, products: Products) -> str | None:
 def _multiply_with_lora(layer: Any, rows: torch.Tensor) -> None:
     from kohya_ext.quantization import kernels
 
-    for product in (partial(kernels.forward, bias=None), kernels.backward):
-        product(rows, layer.weight, layer.scales, dtype=rows.dtype, kind=layer.kind, lora=(rows, rows), by_torch=False)
+    weights, dtype, lora = (layer.weight, layer.scales), rows.dtype, (rows, rows)
+    kernels.forward(kernels.quantized_input(rows, layer.kind, dtype), *weights, None, dtype, lora, by_torch=False)
+    kernels.backward(rows, *weights, dtype, layer.kind, lora, by_torch=False)

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,13 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches import fused_operations, skip_unit_scaling  # noqa: E402
 from torch.utils._pytree import tree_iter  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.dry_run import autocast  # noqa: E402
 from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
-from kohya_ext.quantization.linear import convert  # noqa: E402
+from kohya_ext.quantization.linear import Linear, convert, dequantized  # noqa: E402
 from tests.counting import recorded_operators  # noqa: E402
 
 BATCH, TOKENS, HEADS, WIDTH, RANK = 2, 24, 2, 64, 8
@@ -306,13 +308,26 @@ _CHANGES = {
 }
 
 
-def _quantize(lora):
-    convert(lora.org_forward.__self__, torch.int8, "operations", "cpu")
-    lora.org_forward = type(lora.org_forward.__self__).forward.__get__(lora.org_forward.__self__)
+#: The same of layers in 8 bits.
+_CHANGES_IN_8_BITS = {
+    **{name: change for name, change in _CHANGES.items() if name not in ("trained weights", "an 8-bit layer")},
+    "another format": lambda loras: _quantize(loras[1], torch.float8_e4m3fn),
+    "another product": lambda loras: setattr(loras[1].org_forward.__self__, "products", "weights"),
+}
+
+_BASES = {"16 bits": _CHANGES, "8 bits": _CHANGES_IN_8_BITS}
 
 
-@pytest.mark.parametrize("change", _CHANGES)
-def test_layers_of_one_input_share_products_if_they_are_alike(checkout, checkout_module, change):
+def _quantize(lora, kind=torch.int8):
+    layer = lora.org_forward.__self__
+    if type(layer) is Linear:
+        layer.weight = torch.nn.Parameter(dequantized(layer), requires_grad=False)
+    convert(layer, kind, "operations", "cpu")
+    lora.org_forward = Linear.forward.__get__(layer)
+
+
+@pytest.mark.parametrize(("base", "change"), [(base, change) for base, changes in _BASES.items() for change in changes])
+def test_layers_of_one_input_share_products_if_they_are_alike(checkout, checkout_module, base, change):
     def results(patch):
         patcher = Patcher({"fused_operations": patch}, Settings(fused_operations=True), checkout)
         fused_operations._counts.clear()
@@ -320,7 +335,9 @@ def test_layers_of_one_input_share_products_if_they_are_alike(checkout, checkout
         try:
             torch.manual_seed(0)
             _, function, loras, (x,) = _attention("library.sdxl_original_unet")(checkout_module)
-            _CHANGES[change](loras)
+            if base == "8 bits":
+                [_quantize(lora) for lora in loras]
+            _BASES[base][change](loras)
             if change == "another rank":
                 loras[1].lora_up = torch.nn.Linear(RANK // 2, WIDTH, bias=False)
             y = function(x.requires_grad_())
@@ -338,12 +355,38 @@ def test_layers_of_one_input_share_products_if_they_are_alike(checkout, checkout
         torch.testing.assert_close(mine, upstreams, rtol=1e-4, atol=1e-5)
 
 
-def test_shared_products_are_those_of_the_input_at_each_call(checkout, checkout_module):
+@pytest.mark.parametrize("base", _BASES)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputed_attention_shares_products_again(checkout, checkout_module, base, use_reentrant):
+    patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
+    fused_operations._counts.clear()
+    patcher.arm()
+    try:
+        torch.manual_seed(0)
+        _, function, loras, (x,) = _attention("library.sdxl_original_unet")(checkout_module)
+        if base == "8 bits":
+            [_quantize(lora) for lora in loras]
+        results = []
+        for run in (function, partial(checkpoint, function, use_reentrant=use_reentrant)):
+            y = run(x.requires_grad_())
+            y.square().sum().backward()
+            results.append([y, *(leaf.grad for leaf in (x, *loras.parameters()))])
+            x.grad = loras.zero_grad()
+    finally:
+        patcher.undo()
+    assert fused_operations._counts["shared products"] == 3 + 6
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("base", _BASES)
+def test_shared_products_are_those_of_the_input_at_each_call(checkout, checkout_module, base):
     patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
     patcher.arm()
     try:
         torch.manual_seed(0)
         loras = _attention("library.sdxl_original_unet")(checkout_module)[2]
+        if base == "8 bits":
+            [_quantize(lora) for lora in loras]
         layers = [lora.org_forward.__self__ for lora in loras[:3]]
         x = _activation(TOKENS, WIDTH)
         alone = [[layer(value).detach() for layer in layers] for value in (x, x + 1)]

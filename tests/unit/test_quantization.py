@@ -180,6 +180,44 @@ def test_fused_lora_equals_two_branches(bias):
         torch.testing.assert_close(actual, each, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "products"), [(INT8, "operations"), (INT8, "weights"), (FP8, "operations"), (FP8, "weights")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_layers_of_one_input_share_its_quantization_and_equal_those_alone(kind, products, dtype):
+    """The LoRAs' sums are of small integers, so that they are exact in any order. Only the parts of x's gradient round."""
+    layers = [_layers(kind, products=products, bias=bias)[1] for bias in (False, True, False)]
+
+    def integers(*shape, largest):
+        return torch.randint(-largest, largest + 1, shape).to(dtype)
+
+    x, gradients = integers(2, 20, 320, largest=8), [integers(2, 20, 192, largest=2) for _ in layers]
+    downs, ups = ([integers(*shape, largest=1).requires_grad_() for _ in layers] for shape in ((4, 320), (192, 4)))
+
+    def results(function):
+        leaf = x.clone().requires_grad_()
+        with patch.object(linear, "_operand", wraps=linear._operand) as operand:
+            outputs = function(leaf)
+        return operand.call_count, outputs, torch.autograd.grad(outputs, (leaf, *downs, *ups), gradients)
+
+    alone = results(lambda x: [layer.with_lora(x, *lora, 0.5) for layer, *lora in zip(layers, downs, ups, strict=True)])
+    together = results(lambda x: linear.linears_with_lora(x, layers, downs, ups, 0.5))
+    assert (alone[0], together[0]) == (3, 1)
+    assert all(torch.equal(*pair) for pair in zip(together[1], alone[1], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(together[2][1:], alone[2][1:], strict=True))
+    assert _relative_error(together[2][0], alone[2][0]) < 2 * torch.finfo(dtype).eps
+
+
+def test_frozen_weights_and_inputs_of_layers_that_share_get_no_gradients():
+    layers = [_layers(INT8, bias=False)[1] for _ in range(2)]
+    downs, ups = ([torch.randn(shape, requires_grad=True) for _ in layers] for shape in ((4, 320), (192, 4)))
+    for weight in downs:
+        weight.requires_grad_(False)
+    x = torch.randn(20, 320)
+    with patch.object(linear, "_input_gradient", wraps=linear._input_gradient) as input_gradient:
+        sum(linear.linears_with_lora(x, layers, downs, ups, 0.5)).sum().backward()
+    assert not input_gradient.called
+    assert [weight.grad is None for weight in (*downs, *ups)] == [True, True, False, False]
+
+
 def test_large_weights_are_quantized_in_parts(monkeypatch):
     monkeypatch.setattr(linear, "_ELEMENTS", 1000)
     usual, layer = _layers(INT8)
@@ -204,7 +242,7 @@ def test_compiled_layer_is_one_graph_with_the_same_results(kind, products):
 
 INTERPRETED = """
 import torch
-from kohya_ext.quantization import arithmetic, kernels
+from kohya_ext.quantization import arithmetic, kernels, linear
 from kohya_ext.quantization.rotation import rotate
 
 torch.manual_seed(0)
@@ -220,7 +258,7 @@ for dtype in (torch.bfloat16, torch.float16):
     expected = arithmetic.multiply(rows, weight) * scales[:, None] * weight_scales + bias
     torch.testing.assert_close(y.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
     for rank in (4, 40):
-        hidden, up = torch.randn(3, rank).to(dtype), torch.randn(128, rank).to(dtype)
+        hidden, up = torch.randn(3, 3 * rank).to(dtype)[:, rank : 2 * rank], torch.randn(128, rank).to(dtype)
         y = kernels.multiply(rows, weight, scales, dtype, kernels.SMALL_TILES, scales_b=weight_scales, lora=(hidden, up.t()))
         summed = expected - bias + hidden.float() @ up.float().t()
         torch.testing.assert_close(y.float(), summed, rtol=torch.finfo(dtype).eps, atol=1e-4)
@@ -253,6 +291,27 @@ one = torch.zeros(64, 128, dtype=torch.int8)
 one[0] = 1  # one of 64 elements is 131072, which the rotation distributes
 back = kernels.multiply(rows, one, 32 * scales, torch.float16, kernels.TILES, rotated=True)
 torch.testing.assert_close(back.float(), torch.full((3, 64), 16384.0), rtol=1e-3, atol=0)
+
+kernels.tiles = lambda *_: kernels.SMALL_TILES  # as on a GPU
+layers = [torch.nn.Linear(128, 64, bias=False).requires_grad_(False) for _ in range(3)]
+downs, ups = ([torch.randint(-1, 2, shape).half().requires_grad_() for _ in layers] for shape in ((4, 128), (64, 4)))
+x = torch.randint(-8, 9, (40, 128)).half().requires_grad_()
+gradients = [torch.randint(-2, 3, (40, 64)).half() for _ in layers]
+for layer in layers:
+    linear.convert(layer, torch.int8, "triton", "cpu")
+results = []
+for products in ("triton", "operations"):
+    for layer in layers:
+        layer.products = products
+    together = linear.linears_with_lora(x, layers, downs, ups, 0.5)
+    alone = [layer.with_lora(x, *lora, 0.5) for layer, *lora in zip(layers, downs, ups)]
+    assert all(torch.equal(*pair) for pair in zip(together, alone))
+    computed = [torch.autograd.grad(outputs, (x, *downs, *ups), gradients) for outputs in (together, alone)]
+    assert all(torch.equal(*pair) for pair in zip(*(each[1:] for each in computed)))
+    torch.testing.assert_close(*(each[0] for each in computed), rtol=2e-3, atol=0.02)
+    results.append([*together, *computed[0]])
+for of_kernels, expected in zip(*results):
+    assert (of_kernels - expected).norm() < 1e-3 * expected.norm()
 
 x = torch.zeros(3, 64)
 x[0, 1], x[1, 2] = float("nan"), float("inf")
