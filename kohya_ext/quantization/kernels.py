@@ -192,7 +192,7 @@ def multiply(
     """
     (m, k), n = a.shape, b.shape[0]
     hidden, up = (None, None) if lora is None else lora
-    rank, strides = (0, (0, 0, 0)) if hidden is None else (up.shape[0], (hidden.stride(0), *up.stride()))
+    rank, strides = (0, (0, 0, 0)) if lora is None else (lora[1].shape[0], (lora[0].stride(0), *lora[1].stride()))
     out = torch.empty((m, n), dtype=dtype, device=a.device)
     tile_m, tile_n, tile_k, warps, stages = tile
     _multiply[(triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n),)](
