@@ -51,11 +51,17 @@ def uses_cublas(operator: Any, args: Sequence[Any]) -> bool:
 
 
 def laid_out(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """Return an operator's results with the strides that they have on CUDA, where a CPU's have those of an input."""
+    """Return an operator's results with the strides that they have on CUDA, where a CPU's differ.
+
+    Gradients of flash attention have the layouts of its inputs (``mha_bwd`` in flash_api.cpp). Those of memory-efficient
+    attention are contiguous as (batch, length, heads, width), as all of a CPU's are.
+    """
     if operator in _CONTIGUOUS:
         return tuple(tensor if tensor is None else tensor.contiguous() for tensor in result)
     if operator is FLASH_ATTENTION and not uses_flash(args[0], kwargs):
         return (result[0].transpose(1, 2).contiguous().transpose(1, 2), *result[1:])
+    if operator is FLASH_ATTENTION_BACKWARD and uses_flash(args[1], kwargs):
+        return tuple(map(torch.empty_like, args[1:4]))
     return result
 
 
@@ -123,10 +129,11 @@ def uses_flash(query: Any, kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("attn_mask") is None and query.shape[-1] <= WIDEST_FLASH and query.element_size() == 2
 
 
-def _copies_for_flash_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
-    """Return the copies of a gradient and an output whose (batch, length, heads, width) is not contiguous."""
-    if not uses_flash(args[1], kwargs):
-        return ()
+def _copies_for_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the copies of a gradient and an output whose (batch, length, heads, width) is not contiguous.
+
+    The output of memory-efficient attention always is.
+    """
     return [_copied_bytes(tensor.transpose(1, 2)) for tensor in (args[0], args[4])]
 
 
@@ -254,8 +261,9 @@ def _power_of_2(number: int) -> int:
 _CONTIGUOUS = frozenset((_aten.native_group_norm_backward.default,))
 
 _BEFORE: Mapping[Any, Workspace] = {
-    FLASH_ATTENTION_BACKWARD: _copies_for_flash_attention,
-    CUDA_FLASH_ATTENTION_BACKWARD: _copies_for_flash_attention,
+    FLASH_ATTENTION_BACKWARD: _copies_for_attention,
+    CUDA_FLASH_ATTENTION_BACKWARD: _copies_for_attention,
+    MEMORY_EFFICIENT_ATTENTION_BACKWARD: lambda args, kwargs: (_copied_bytes(args[0].transpose(1, 2)),),
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
     _aten.native_group_norm_backward.default: _copies(0),

@@ -3,6 +3,7 @@
 Without a GPU the same operators run under the estimate's tracker (test_operator_memory).
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +34,14 @@ def tokens(layout: str) -> torch.Tensor:
     if layout == "part":
         return torch.empty(BATCH, 1024, 2 * WIDTH, dtype=torch.bfloat16)[..., :WIDTH]
     return torch.empty(BATCH, 1024, WIDTH, dtype=torch.bfloat16)
+
+
+def heads(layout: str, length: int, width: int) -> torch.Tensor:
+    """Return a tensor of shape (batch, heads, length, width): whole, a part of another one, or with the tokens before the heads."""
+    if layout == "whole":
+        return torch.empty(BATCH, 8, length, width, dtype=torch.bfloat16, requires_grad=True)
+    every = torch.empty(BATCH, length, 3 * 8 if layout == "part" else 8, width, dtype=torch.bfloat16)
+    return every[:, :, :8].transpose(1, 2).requires_grad_()
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -71,18 +80,7 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             yield f"native_layer_norm_backward {given} {other}", _aten.native_layer_norm_backward, arguments
             arguments = (token, tokens(other), -1, torch.bfloat16)
             yield f"_softmax_backward_data {given} {other}", _aten._softmax_backward_data, arguments
-    # torch 2.6 rounds a width of 160 to itself, later ones to 192.
-    widths = () if version.parse(torch.__version__).release < (2, 7) else ((256, 256, 160), (256, 77, 160))
-    for length, keys, width in ((4096, 4096, 40), (1024, 77, 80), (256, 4096, 64), (1024, 1024, 512), *widths):
-        query, key = (torch.empty(BATCH, count, 8, width, dtype=torch.bfloat16).transpose(1, 2) for count in (length, keys))
-        yield f"attention {length} {keys} {width}", torch.nn.functional.scaled_dot_product_attention, (query, key, key)
-    for length, keys, width in ((2048, 2048, 64), (1024, 2048, 96), (2048, 1000, 128), (1024, 1024, 160)):
-        query, key = (torch.empty(BATCH, 8, count, width, dtype=torch.bfloat16, requires_grad=True) for count in (length, keys))
-        mask = torch.zeros(BATCH, 1, 1, keys, dtype=torch.bfloat16).expand(-1, 8, length, -1)
-        attention = torch.nn.functional.scaled_dot_product_attention
-        yield f"masked attention {length} {keys} {width}", attention, (query, key, key, mask)
-        output = attention(query, key, key, mask)
-        yield f"gradient of masked attention {length} {keys} {width}", torch.autograd.grad, (output, query, output, True)
+    yield from _attention()
     rms_norm = torch.nn.functional.rms_norm
     for given in ("whole", "part") if hasattr(_aten, "_fused_rms_norm") else ():
         token = tokens(given).detach().requires_grad_()
@@ -94,6 +92,26 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     normalized = torch.group_norm(image, 32, scale, scale, 1e-5)
     for given in ("whole", "part", "permuted"):
         yield f"gradient of group_norm {given}", torch.autograd.grad, (normalized, image, images(given), True)
+
+
+def _attention() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    attention = torch.nn.functional.scaled_dot_product_attention
+    # torch 2.6 rounds a width of 160 to itself, later ones to 192.
+    widths = () if version.parse(torch.__version__).release < (2, 7) else ((256, 256, 160), (256, 77, 160))
+    for length, keys, width in ((4096, 4096, 40), (1024, 77, 80), (256, 4096, 64), (1024, 1024, 512), *widths):
+        query, key = (torch.empty(BATCH, count, 8, width, dtype=torch.bfloat16).transpose(1, 2) for count in (length, keys))
+        yield f"attention {length} {keys} {width}", attention, (query, key, key)
+    for length, keys, width in ((2048, 2048, 64), (1024, 2048, 96), (2048, 1000, 128), (1024, 1024, 160)):
+        query, key = heads("whole", length, width), heads("whole", keys, width)
+        mask = torch.zeros(BATCH, 1, 1, keys, dtype=torch.bfloat16).expand(-1, 8, length, -1)
+        yield f"masked attention {length} {keys} {width}", attention, (query, key, key, mask)
+        output = attention(query, key, key, mask)
+        yield f"gradient of masked attention {length} {keys} {width}", torch.autograd.grad, (output, query, output, True)
+    for kind, mask in (("", None), ("masked ", torch.zeros(BATCH, 8, 1024, 1536, dtype=torch.bfloat16))):
+        for layout, of_keys, given in itertools.product(("whole", "part", "permuted"), repeat=3):
+            inputs = heads(layout, 1024, 64), heads(of_keys, 1536, 64), heads("part", 1536, 64)
+            arguments = (attention(*inputs, mask), inputs, heads(given, 1024, 64), True)
+            yield f"gradients of {kind}attention {layout} {of_keys} {given}", torch.autograd.grad, arguments
 
 
 def run(call: Callable[[], Any]) -> tuple[list[tuple[int, bool]], list[tuple[int, ...]]]:
