@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from kohya_ext.dry_run import workspaces
 from kohya_ext.dry_run.triton_kernels import lora_flops, rotation_flops
 from kohya_ext.estimate.gpus import FP8, FP32, INT8, SIXTEEN_BITS
 from kohya_ext.estimate.seconds import ATTENTION, CONVOLUTION, MASKED_ATTENTION, MEMORY, ROTATION, Kernels, Work
@@ -21,7 +22,7 @@ from kohya_ext.estimate.seconds import ATTENTION, CONVOLUTION, MASKED_ATTENTION,
 _aten = torch.ops.aten
 
 #: Kernels that CUDA runs for one operator, where it is not 1. The normalizations are PyTorch's own; convolutions are cuDNN's,
-#: with a change of layout before and after; attention's backward pass is flash attention's.
+#: with a change of layout before and after. Memory-efficient attention also sets two numbers and a workspace to zero.
 _KERNELS = {
     _aten.native_group_norm: 3,
     _aten.native_group_norm_backward: 4,
@@ -29,6 +30,14 @@ _KERNELS = {
     _aten.convolution_backward: 4,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 3,
     _aten._scaled_dot_product_flash_attention_backward: 3,
+    _aten._scaled_dot_product_efficient_attention: 3,
+    _aten._scaled_dot_product_efficient_attention_backward: 2,
+}
+
+#: The CPU's attention -> the GPU's with a mask.
+_WITH_MASK = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_efficient_attention_backward,
 }
 
 #: Position of the mask among the arguments of the GPU's attention. The CPU's has it among the keywords.
@@ -88,7 +97,12 @@ class Counter:
         kind = _kind(packet, args, kwargs) if flops else MEMORY
         if kind is CONVOLUTION:
             size *= _LAYOUT_PASSES
+        if kind is MASKED_ATTENTION:
+            packet = _WITH_MASK.get(packet, packet)
         self.add(kind, _KERNELS.get(packet, 1), flops, size, launcher)
+        if kind in (ATTENTION, MASKED_ATTENTION):
+            for copied in filter(None, workspaces.before(func, args, kwargs)):
+                self.add(MEMORY, 1, 0, 2 * copied, launcher)
         for inner, operations in ((ROTATION, rotation_flops(func, args)), (SIXTEEN_BITS, lora_flops(func, args))):
             if operations:  # in the same kernel
                 self.add(inner, 0, operations, 0, launcher)
