@@ -61,7 +61,7 @@ def laid_out(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     if operator is FLASH_ATTENTION and not uses_flash(args[0], kwargs):
         return (result[0].transpose(1, 2).contiguous().transpose(1, 2), *result[1:])
     if operator is FLASH_ATTENTION_BACKWARD and uses_flash(args[1], kwargs):
-        return tuple(map(torch.empty_like, args[1:4]))
+        return tuple(torch.empty_like(value).copy_(gradient) for value, gradient in zip(args[1:4], result, strict=True))
     return result
 
 

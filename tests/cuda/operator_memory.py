@@ -37,7 +37,7 @@ def tokens(layout: str) -> torch.Tensor:
 
 
 def heads(layout: str, length: int, width: int) -> torch.Tensor:
-    """Return a tensor of shape (batch, heads, length, width): whole, a part of another one, or with the tokens before the heads."""
+    """Return a tensor of shape (batch, heads, length, width): whole, or with the tokens before the heads, also as a part."""
     if layout == "whole":
         return torch.empty(BATCH, 8, length, width, dtype=torch.bfloat16, requires_grad=True)
     every = torch.empty(BATCH, length, 3 * 8 if layout == "part" else 8, width, dtype=torch.bfloat16)

@@ -70,6 +70,19 @@ def test_attention_with_a_mask_is_slower() -> None:
         assert predict(masked, gpus.named(name)).seconds > 1.5 * predict(plain, gpus.named(name)).seconds
 
 
+@pytest.mark.parametrize(("heads_first", "copies"), [(True, 2), (False, 0)])
+def test_the_copies_of_an_output_and_a_gradient_in_attentions_backward_are_kernels(heads_first: bool, copies: int) -> None:
+    shape = (1, 2, 256, 64) if heads_first else (1, 256, 2, 64)
+    q, gradient = (torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 1 if heads_first else 2) for _ in range(2))
+    q.requires_grad_()
+    with Tracker() as tracker:
+        output = torch.nn.functional.scaled_dot_product_attention(q, q.detach(), q.detach())
+        torch.autograd.grad(output, q, gradient)
+    groups = tracker.work.work().batch
+    assert sum(group.count for group in groups if group.kind == MEMORY) == copies
+    assert sum(group.bytes for group in groups if group.kind == MEMORY) == copies * 2 * 2 * q.numel()
+
+
 @of_linux
 def test_waits_come_on_top_of_the_gpus_seconds() -> None:
     work = Work([Kernels(SIXTEEN_BITS, 1, 1e15, 0)], [Kernels(MEMORY, 1000, 0, 1e6)])
