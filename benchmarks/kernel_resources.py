@@ -34,6 +34,9 @@ SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10
 #: Row lengths, one for each number of blocks that a program can have; FLUX's longest row has 15360 elements.
 WIDTHS = (1024, 2048, 4096, 8192, 15360)
 
+#: Channels of images, one number for each part of them that a program can read; SDXL's have 320 to 2560.
+CHANNELS = (320, 640, 2560)
+
 #: Triton's names of 8-bit formats and precisions in kernels' signatures.
 KINDS = {"int8": "i8", "fp8": "fp8e4nv"}
 PRECISIONS = ("bf16", "fp16")  # fp32 does not use the kernels
@@ -46,7 +49,7 @@ _SHAPES = (
     (False, True, ("m", "hidden", "rank", "hidden_stride", "up_stride_rank", "up_stride_n")),
 )
 
-_TYPES = {"factors": "*fp32", "scales": "*fp32", "scales_a": "*fp32", "scales_b": "*fp32"}
+_TYPES = dict.fromkeys(("factors", "scales", "scales_a", "scales_b", "scales_x", "scales_w"), "*fp32")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def launches(capability: int, precisions: Sequence[str] = PRECISIONS) -> Iterato
         yield from ((f"fused, {precision}, {each.name}", each) for each in _elementwise(precision))
         for kind in kinds(capability):
             yield from ((f"{kind}, {precision}, {each.name}", each) for each in configurations(kind, precision))
+        if "int8" in kinds(capability):
+            yield from ((f"int8, {precision}, {each.name}", each) for each in _convolutions(precision))
 
 
 def configurations(kind: str, precision: str) -> Iterator[Configuration]:
@@ -124,6 +129,35 @@ def configurations(kind: str, precision: str) -> Iterator[Configuration]:
                 lora = {"HAS_LORA": has_lora, **({} if has_lora else {"hidden": None, "up": None})}
                 every = {**constants, **lora, "EVEN": is_even}
                 yield Configuration(what, kernels._multiply, types, every, *tile[3:], unaligned)
+
+
+def _convolutions(precision: str) -> Iterator[Configuration]:
+    import triton.language as tl
+
+    from kohya_ext.quantization import convolution_kernels as kernels
+    from kohya_ext.quantization.linear import KINDS as BY_NAME
+
+    dtype = {"bf16": tl.bfloat16, "fp16": tl.float16}[precision]
+    for channels in CHANNELS:
+        part, is_kept, warps = kernels.launch(channels)
+        for is_gradient in (False, True):
+            constants = {"ROTATED": not is_gradient, "HAS_FACTORS": is_gradient, "DTYPE": dtype, "MATRIX": dtype, "TINY": TINY}
+            constants |= {"LARGEST": LARGEST[BY_NAME["int8"]], "PIXELS": kernels.PIXELS, "PART": part, "IS_KEPT": is_kept}
+            constants |= {"SIZE": BLOCK, **({} if is_gradient else {"factors": None})}
+            what = f"pixels {_NAMES[is_gradient]}, {channels} channels"
+            types = {"x": f"*{precision}", "out": "*i8"}
+            yield Configuration(what, kernels._quantize_pixels, types, constants, warps, 3)
+            yield Configuration(f"{what}, uneven area", kernels._quantize_pixels, types, constants, warps, 3, ("area",))
+    for tile in (kernels.TILES, kernels.NARROW_TILES, kernels.SMALL_TILES):
+        for is_gradient in (False, True):
+            constants = {"IS_GRADIENT": is_gradient, "HAS_BIAS": not is_gradient, "MATRIX": dtype, "GROUP": 8, "SIZE": BLOCK}
+            constants |= dict(zip(("TILE_P", "TILE_O", "TILE_K"), tile, strict=False))
+            constants |= {"scales_w": None, "bias": None} if is_gradient else {}
+            types = {"x": "*i8", "w": "*i8", **dict.fromkeys(("out", "bias"), f"*{precision}")}
+            what = f"convolve {_NAMES[is_gradient]}, {tile[0]}x{tile[1]}x{tile[2]}"
+            yield Configuration(what, kernels._convolve, types, constants, *tile[3:], ("images",))
+            uneven = ("images", "height", "width")
+            yield Configuration(f"{what}, uneven area", kernels._convolve, types, constants, *tile[3:], uneven)
 
 
 def _elementwise(precision: str) -> Iterator[Configuration]:

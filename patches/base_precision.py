@@ -3,8 +3,8 @@
 The layers' weights take one byte instead of two, and their forward pass and input gradient are 8-bit products
 (:mod:`kohya_ext.quantization`). Layers are converted when the script creates its network: after upstream's ``--base_weights``
 are merged and before LoRA modules take the layers' forward methods. They are the linear layers in transformer blocks, with
-modulations. Convolutions, norms, embeddings, time embeddings and the layers around the blocks stay as they are. Text encoders
-that stay on the GPU and are not trained are converted there, too.
+modulations. Norms, embeddings, time embeddings and the layers around the blocks stay as they are. Text encoders that stay on
+the GPU and are not trained are converted there, too. ``--int8_convolutions`` adds the 3x3 convolutions of a U-Net.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kohya_ext.config.settings import Option, Settings, one_of, path
+from kohya_ext.config.settings import Option, Settings, boolean, one_of, path
 from kohya_ext.console import note, stop, warn
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.quantization.compilation import are_compiled
-from kohya_ext.quantization.selection import NETWORKS, includes_text_encoders, layers, reason_to_refuse, text_layers
+from kohya_ext.quantization.selection import (
+    NETWORKS,
+    convolutions,
+    includes_text_encoders,
+    layers,
+    reason_to_refuse,
+    reason_to_refuse_convolutions,
+    text_layers,
+)
 from kohya_ext.units import format_size
 
 if TYPE_CHECKING:
@@ -47,6 +55,16 @@ BASE_PRECISION_CACHE = Option[Path | None](
 )
 
 
+INT8_CONVOLUTIONS = Option[bool](
+    "int8_convolutions",
+    False,
+    boolean,
+    "with --base_precision int8, also keep the 3x3 convolutions of a U-Net (SDXL, SD 1.5) in 8 bits and multiply in 8 bits; "
+    "experimental: no GPU has run it yet",
+    activates=True,
+)
+
+
 @dataclass
 class _Base(TrainingCallback):
     """The converted layers of a run."""
@@ -59,6 +77,8 @@ class _Base(TrainingCallback):
     """What the weights in the cache must be made from, except the layers' own content."""
     text_encoders: bool = False
     """Whether they are converted, too."""
+    convolutions: Any = None
+    """How 3x3 convolutions multiply; None if they stay as they are."""
     taken: int = 0
     """Layers whose weights are those of an 8-bit checkpoint file, without another rounding."""
     facts: dict[str, object] = field(default_factory=dict)
@@ -91,6 +111,20 @@ class _Base(TrainingCallback):
         taken = f", {self.taken} as they are there" if self.taken else ""
         sizes = f"{format_size(before)} -> {format_size(after)}"
         note(f"base precision: {len(converted)} frozen linear layers in 8 bits, {sizes}, from the {source}{taken}")
+        if self.convolutions is not None:
+            self._convert_convolutions(model)
+
+    def _convert_convolutions(self, model: Any) -> None:
+        """Convert the model's 3x3 convolutions one by one. The cache does not have them."""
+        from kohya_ext.quantization.convolution import convert
+
+        converted = [layer for _, layer in convolutions(model)]
+        before = sum(layer.weight.nbytes for layer in converted)
+        for layer in converted:
+            convert(layer, self.convolutions, self.accelerator.device)
+        after = sum(layer.weight.nbytes + layer.scale_bits.nbytes for layer in converted)
+        self.facts |= {"convolutions": len(converted), "convolution_bytes_before": before, "convolution_bytes": after}
+        note(f"base precision: {len(converted)} convolutions in 8 bits, {format_size(before)} -> {format_size(after)}")
 
     def _convert(self, converted: Layers) -> str:
         """Convert layers, and return where their weights come from: ``cache`` or ``checkpoint``."""
@@ -141,11 +175,12 @@ def _write(cache: BaseCache, converted: Layers) -> None:
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Base:
-    wanted = settings[BASE_PRECISION]
+    wanted, script = settings[BASE_PRECISION], program().command.name
+    if settings[INT8_CONVOLUTIONS] and (reason := reason_to_refuse_convolutions(wanted, args, script)) is not None:
+        stop(f"--int8_convolutions: {reason}")
     if wanted is None:
         stop("--base_precision_cache keeps the weights of --base_precision, which is not set; add --base_precision int8")
-    reason = reason_to_refuse(args, program().command.name)
-    if reason is not None:
+    if (reason := reason_to_refuse(args, script)) is not None:
         stop(f"--base_precision {wanted}: {reason}")
     from kohya_ext.quantization.linear import KINDS
 
@@ -153,14 +188,15 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ba
     if accelerator.device.type == "cuda" and not are_compiled():
         note("base precision: the first step compiles its kernels, about 15 s; later runs read them from Triton's cache")
     products = _products(kind, str(wanted), accelerator.device)
-    folder = settings[BASE_PRECISION_CACHE]
-    with_text = includes_text_encoders(args)
-    if folder is None:
-        return _Base(accelerator, kind, products, text_encoders=with_text)
-    from kohya_ext.weights import base_cache
+    base = _Base(accelerator, kind, products, text_encoders=includes_text_encoders(args))
+    if settings[INT8_CONVOLUTIONS]:
+        base.convolutions = _convolution_products(products, accelerator.device)
+    if (folder := settings[BASE_PRECISION_CACHE]) is not None:
+        from kohya_ext.weights import base_cache
 
-    file = base_cache.file_in(folder, args, str(wanted))
-    return _Base(accelerator, kind, products, file, base_cache.origin(args, kind, accelerator.device), with_text)
+        base.cache_file = base_cache.file_in(folder, args, str(wanted))
+        base.origin = base_cache.origin(args, kind, accelerator.device)
+    return base
 
 
 def _products(kind: Any, wanted: str, device: Any) -> str:
@@ -177,6 +213,16 @@ def _products(kind: Any, wanted: str, device: Any) -> str:
     if obstacle is not None:
         warn(f"--base_precision {wanted} saves memory but no time: {obstacle}")
     return products
+
+
+def _convolution_products(products: Any, device: Any) -> str | None:
+    """Return how convolutions multiply on the run's device; None if they stay in 16 bits."""
+    from kohya_ext.quantization.support import find_convolution_products
+
+    of_convolutions, obstacle = find_convolution_products(device, products)
+    if obstacle is not None:
+        note(f"--int8_convolutions has no effect: {obstacle}")
+    return of_convolutions
 
 
 def _convert(text_encoders: Any, model: Any) -> None:
@@ -253,12 +299,14 @@ PATCH = Patch(
             )
         ),
     ),
-    options=(BASE_PRECISION, BASE_PRECISION_CACHE),
+    options=(BASE_PRECISION, BASE_PRECISION_CACHE, INT8_CONVOLUTIONS),
     torch="2.6",
     exactness="close",
     held_to="each layer's output and input gradient in float32 within 1.5 percent (int8) or 5 percent (fp8) of its norm",
     idea="https://arxiv.org/abs/2404.00456",
-    wanted=lambda settings: settings[BASE_PRECISION] is not None or settings[BASE_PRECISION_CACHE] is not None,
+    wanted=lambda settings: any(
+        (settings[BASE_PRECISION] is not None, settings[BASE_PRECISION_CACHE] is not None, settings[INT8_CONVOLUTIONS])
+    ),
     facts=_facts,
     stage=Stage.FUSE,
     on_start=_start,

@@ -32,7 +32,7 @@ _BY_KERNELS = ("kernels", "triton")
 FEW_ROWS = 16
 
 #: The number of elements of a weight that are quantized together, which limits temporary memory.
-_ELEMENTS = 1 << 24
+ELEMENTS = 1 << 24
 
 
 def rotate(rows: Any, kind: torch.dtype, factor: float = 1.0) -> Any:
@@ -191,7 +191,7 @@ def linears_with_lora(x: Any, layers: Sequence[Linear], downs: Sequence[Any], up
     Shapes: ``downs`` [rank, in_features], ``ups`` [out_features, rank]. The quantized input is bit for bit that of each layer
     alone. The sums in x down^T, and in the gradient of x, may have another order.
     """
-    device, dtype, first = x.device.type, _precision(x), layers[0]
+    device, dtype, first = x.device.type, precision(x), layers[0]
     rows = x.to(dtype).reshape(-1, x.shape[-1])
     weights, scales = [layer.weight for layer in layers], [layer.scales for layer in layers]
     biases = [None if layer.bias is None else layer.bias.to(dtype) for layer in layers]
@@ -213,7 +213,7 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
 
     def forward(self, x: Any) -> Any:
         """Return ``x W^T + b``, [..., out_features], in autocast's dtype if that is enabled and else in x's."""
-        device, dtype = x.device.type, _precision(x)
+        device, dtype = x.device.type, precision(x)
         rows = x.reshape(-1, x.shape[-1])
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(device, enabled=False):
@@ -236,7 +236,8 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
         return "weights" if rows.shape[0] <= FEW_ROWS or is_slow else self.products
 
 
-def _precision(x: Any) -> Any:
+def precision(x: Any) -> Any:
+    """Return the dtype in which a layer computes: autocast's if that is enabled, and else that of its input."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -244,7 +245,7 @@ def _precision(x: Any) -> Any:
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
 def quantized(weight: torch.Tensor, kind: torch.dtype, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [out_features, in_features] in 8 bits, as int8, and the fp32 scales of its rows, both on ``device``."""
-    chunks = weight.split(max(1, _ELEMENTS // weight.shape[1]))
+    chunks = weight.split(max(1, ELEMENTS // weight.shape[1]))
     # A copy also from the device itself: in estimates, host and GPU are one device.
     parts = [quantize(rotate(chunk.to(device, copy=True).float(), kind), kind) for chunk in chunks]
     return torch.cat([part.view(torch.int8) for part, _ in parts]), torch.cat([part for _, part in parts])

@@ -28,6 +28,17 @@ def layers(model: Any) -> Iterator[tuple[str, Any]]:
     yield from _linear_layers(model, () if family is None else _CLASSES.get(family.name, family.blocks.classes))
 
 
+def convolutions(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and modules of a U-Net's frozen 3x3 convolutions that can be kept in 8 bits.
+
+    They are those of ResNet blocks and upsamplers; the first and the last one have too few channels.
+    """
+    from kohya_ext.quantization.convolution import fits
+
+    if any(family.unet and family.model == type(model).__name__ for family in FAMILIES):
+        yield from ((name, layer) for name, layer in model.named_modules() if fits(layer))
+
+
 def text_layers(encoder: Any) -> Iterator[tuple[str, Any]]:
     """Yield the same of a text encoder, without layers in 8 bits."""
     for name, layer in _linear_layers(encoder, _TEXT_CLASSES):
@@ -49,6 +60,16 @@ def _linear_layers(model: Any, classes: Collection[str]) -> Iterator[tuple[str, 
             for name, layer in module.named_modules(seen, prefix):
                 if type(layer) is torch.nn.Linear:
                     yield name, layer
+
+
+def reason_to_refuse_convolutions(precision: str | None, args: Any, script: str | None) -> str | None:
+    """Return why a run with this 8-bit base cannot have 8-bit convolutions, and what to do; None if it can."""
+    family = of(script or "", vars(args))
+    if precision != "int8":
+        return "it needs --base_precision int8; add it, or remove the option"
+    if family is None or not family.unet:
+        return f"the model of {script} has no convolutions for it; remove the option"
+    return None
 
 
 def reason_to_refuse(args: Any, script: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Checks whether a device can multiply 8-bit rows with the Triton kernels."""
+"""Checks whether a device can multiply in 8 bits with the Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kohya_ext.kernels.triton_package import missing_triton
+from kohya_ext.quantization import convolution
 from kohya_ext.quantization.linear import Products, convert
 from kohya_ext.quantization.rotation import BLOCK
 
@@ -33,12 +34,40 @@ def find_products(device: Any, kind: torch.dtype) -> tuple[Products, str | None]
     return (products, None) if failure is None else ("weights", f"Triton's kernels failed: {failure}")
 
 
-def _failure(device: Any, kind: torch.dtype, products: Products) -> str | None:
-    """Return the error of a forward and a backward pass; None if both succeed."""
-    # Random weights would advance the generator from which the run draws its noise.
-    layer = torch.nn.utils.skip_init(torch.nn.Linear, BLOCK, BLOCK, device=device, dtype=torch.bfloat16).requires_grad_(False)
+def find_convolution_products(device: Any, products: Products) -> tuple[convolution.Products | None, str | None]:
+    """Return how convolutions multiply where int8 linear layers do it as :func:`find_products` has found.
+
+    None if they stay in 16 bits: dequantized weights would save memory only. The second value is the reason.
+    """
+    if products == "operations":
+        return products, None
+    if products != "kernels":
+        return None, "the GPU cannot multiply in 8 bits"
+    layer = _frozen(torch.nn.Conv2d, device, kernel_size=3, padding=1)
+    convolution.convert(layer, "kernels", device)
+    x = torch.zeros(1, BLOCK, 8, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        torch.autograd.grad(layer(x).sum(), x)
+    except Exception as error:  # as of linear layers
+        return None, f"Triton's kernels failed: {_first_line(error)}"
+    return "kernels", None
+
+
+def _frozen(kind: Any, device: Any, **options: Any) -> Any:
+    """Return a layer of zeros. Random weights would advance the generator from which the run draws its noise."""
+    layer = torch.nn.utils.skip_init(kind, BLOCK, BLOCK, **options, device=device, dtype=torch.bfloat16).requires_grad_(False)
     for weight in layer.parameters():
         weight.zero_()
+    return layer
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _failure(device: Any, kind: torch.dtype, products: Products) -> str | None:
+    """Return the error of a forward and a backward pass; None if both succeed."""
+    layer = _frozen(torch.nn.Linear, device)
     convert(layer, kind, products, device)
     x = torch.zeros(BLOCK, BLOCK, device=device, dtype=torch.bfloat16, requires_grad=True)
     try:
@@ -46,7 +75,7 @@ def _failure(device: Any, kind: torch.dtype, products: Products) -> str | None:
         if kind is torch.int8 or products == "triton":  # torch adds a LoRA with a workspace that would be created too early
             _multiply_with_lora(layer, x.detach())
     except Exception as error:  # no C compiler, or a version of Triton that cannot compile them
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return _first_line(error)
     return None
 
 

@@ -219,7 +219,7 @@ def test_frozen_weights_and_inputs_of_layers_that_share_get_no_gradients():
 
 
 def test_large_weights_are_quantized_in_parts(monkeypatch):
-    monkeypatch.setattr(linear, "_ELEMENTS", 1000)
+    monkeypatch.setattr(linear, "ELEMENTS", 1000)
     usual, layer = _layers(INT8)
     whole, scales = arithmetic.quantize(rotation.rotate(usual.weight), INT8)
     assert torch.equal(layer.weight, whole)
@@ -328,9 +328,12 @@ def test_kernels_equal_the_arithmetic_in_the_interpreter():
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 
-#: The launches of sm_86 that are compiled by default: gates and rotations, the narrowest and widest rows, and products with the
-#: fewest and the most conditions.
-COMPILED = re.compile(r".*, bf16, ((gate|rotation) .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA))")
+#: The launches of sm_86 that are compiled by default: gates and rotations, the narrowest and widest rows, products with the
+#: fewest and the most conditions, and convolutions with the largest tiles.
+COMPILED = re.compile(
+    r".*, bf16, ((gate|rotation) .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA)"
+    r"|pixels .*, 2560 channels|convolve .*, 128x128x128)"
+)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +349,9 @@ def test_kernels_fit_without_spills(capability, chosen):
     assert len(launches) >= (4 if capability == 75 else 10) * len(kernel_resources.PRECISIONS)
     if chosen is not None:
         launches = {name: each for name, each in launches.items() if chosen.fullmatch(name)}
-        assert {"multiply", "quantize", "gate", "rotation"} <= {name.split(", ")[2].split()[0] for name in launches}
+        assert {"multiply", "quantize", "gate", "rotation", "pixels", "convolve"} <= {
+            name.split(", ")[2].split()[0] for name in launches
+        }
     for name, each in launches.items():
         needs = kernel_resources.resources(each, capability)
         assert needs.stack == 0, name
