@@ -32,7 +32,7 @@ from kohya_ext.estimate.result import Estimate
 from kohya_ext.kernels.triton_package import missing_triton
 from kohya_ext.preflight import deepspeed
 from kohya_ext.preflight.options import impossible
-from kohya_ext.quantization.selection import reason_to_refuse
+from kohya_ext.quantization.selection import reason_to_refuse, reason_to_refuse_convolutions
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import option_names
 from kohya_ext.tiny import environment
@@ -152,6 +152,9 @@ def _check(command: CommandLine, config: MemoryConfig | None) -> None:
         raise UserError("several processes and --fused_backward_pass cannot be combined; see `plan --gpus`")
     if config.base_precision and (reason := reason_to_refuse(config, config.script)) is not None:
         raise UserError(f"--base_precision {config.base_precision}: {reason}")
+    reason = reason_to_refuse_convolutions(config.base_precision, config, config.script)
+    if command.settings["int8_convolutions"] and reason is not None:
+        raise UserError(f"--int8_convolutions: {reason}")
 
 
 def measure(checkout: Checkout, command: CommandLine) -> dict[str, Any]:

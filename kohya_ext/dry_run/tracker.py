@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kohya_ext.dry_run import workspaces
 from kohya_ext.dry_run.events import RELEASE, Event, Kind
-from kohya_ext.dry_run.triton_kernels import MULTIPLY, multiply_flops
+from kohya_ext.dry_run.triton_kernels import CONVOLVE, MULTIPLY, convolve_flops, multiply_flops
 from kohya_ext.dry_run.work import Counter, Launcher, computes
 
 #: The phases of a step.
@@ -353,4 +353,5 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_on_cpu,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward_on_cpu,
     MULTIPLY: multiply_flops,
+    CONVOLVE: convolve_flops,
 }

@@ -21,16 +21,29 @@ _LIBRARY.define(
     "multiply(Tensor a, Tensor b, Tensor(a!) out, Tensor scales_a, Tensor? scales_b, Tensor? bias, Tensor? hidden, Tensor? up, "
     "int rotated) -> ()"
 )
+_LIBRARY.define("quantize_pixels(Tensor x, Tensor? factors, Tensor(a!) out, Tensor(b!) scales, int rotated) -> ()")
+_LIBRARY.define(
+    "convolve(Tensor x, Tensor w, Tensor(a!) out, Tensor scales_x, Tensor? scales_w, Tensor? bias, int rotated) -> ()"
+)
 _LIBRARY.define("geglu(Tensor halves, Tensor(a!) out) -> ()")
 _LIBRARY.define("geglu_backward(Tensor gradient, Tensor halves, Tensor(a!) out) -> ()")
 _LIBRARY.define("swiglu(Tensor gate, Tensor value, Tensor(a!) out) -> ()")
 _LIBRARY.define("swiglu_backward(Tensor gradient, Tensor gate, Tensor value, Tensor(a!) out, Tensor(b!) out2) -> ()")
 _LIBRARY.define("rotate(Tensor x, Tensor table, Tensor(a!) out) -> ()")
-for _name in ("quantize_rows", "transpose", "multiply", "geglu", "geglu_backward", "swiglu", "swiglu_backward", "rotate"):
+for _name in (
+    *("quantize_rows", "transpose", "multiply", "quantize_pixels", "convolve"),
+    *("geglu", "geglu_backward", "swiglu", "swiglu_backward", "rotate"),
+):
     _LIBRARY.impl(_name, lambda *_: None, "CompositeExplicitAutograd")
 _operators = torch.ops.kohya_ext_kernels
 
-MULTIPLY = _operators.multiply
+MULTIPLY, CONVOLVE = _operators.multiply, _operators.convolve
+
+#: The operators whose last argument is the number of elements that their kernels rotate.
+_ROTATING = tuple(
+    packet.default
+    for packet in (_operators.quantize_rows, _operators.quantize_pixels, _operators.multiply, _operators.convolve)
+)
 
 
 def multiply_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
@@ -38,9 +51,14 @@ def multiply_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     return 2 * int(a.shape[0] * a.shape[1] * b.shape[0])
 
 
+def convolve_flops(x: Any, w: Any, out: Any, *_: Any, **__: Any) -> int:
+    """Return the operations of a 3x3 convolution of pixels in 8 bits, without its rotation."""
+    return 2 * 9 * int(x.numel() * out.shape[1])
+
+
 def rotation_flops(operator: Any, args: Sequence[Any]) -> int:
-    """Return the operations of the 16-bit product by which a kernel rotates rows; 0 if it rotates none."""
-    elements = args[-1] if operator in (_operators.quantize_rows.default, _operators.multiply.default) else 0
+    """Return the operations of the 16-bit product by which a kernel rotates; 0 if it rotates nothing."""
+    elements = args[-1] if operator in _ROTATING else 0
     return 2 * elements * rotation.BLOCK
 
 
@@ -66,6 +84,16 @@ def _multiply(
     a: Any, b: Any, out: Any, scales_a: Any, scales_b: Any, bias: Any, hidden: Any, up: Any, *_: Any, **options: Any
 ) -> None:
     _operators.multiply(a, b, out, scales_a, scales_b, bias, hidden, up, out.numel() if options["ROTATED"] else 0)
+
+
+def _quantize_pixels(x: Any, factors: Any, out: Any, scales: Any, *_: Any, **options: Any) -> None:
+    passes = 1 if options["IS_KEPT"] else 2
+    rotated = -(-out.shape[3] // options["PART"]) * options["PART"] * passes if options["ROTATED"] else 0
+    _operators.quantize_pixels(x, factors, out, scales, scales.numel() * rotated)
+
+
+def _convolve(x: Any, w: Any, out: Any, scales_x: Any, scales_w: Any, bias: Any, *_: Any, **options: Any) -> None:
+    _operators.convolve(x, w, out, scales_x, scales_w, bias, out.numel() if options["IS_GRADIENT"] else 0)
 
 
 def _geglu(halves: Any, out: Any, *_: Any, **__: Any) -> None:
@@ -110,12 +138,14 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
         yield
         return
     from kohya_ext.kernels import elementwise, fused
-    from kohya_ext.quantization import kernels
+    from kohya_ext.quantization import convolution_kernels, kernels
 
     launched: tuple[tuple[Any, str, Any], ...] = (
         (kernels, "_quantize_rows", _quantize_rows),
         (kernels, "_transpose", _transpose),
         (kernels, "_multiply", _multiply),
+        (convolution_kernels, "_quantize_pixels", _quantize_pixels),
+        (convolution_kernels, "_convolve", _convolve),
         (elementwise, "_geglu", _geglu),
         (elementwise, "_geglu_backward", _geglu_backward),
         (elementwise, "_swiglu", _swiglu),
@@ -127,6 +157,7 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
         # The matrix of one fake mode is not valid in another.
         stack.enter_context(replaced(rotation, "_matrices", {}))
         stack.enter_context(replaced(kernels, "tiles", lambda *_: kernels.TILES))
+        stack.enter_context(replaced(convolution_kernels, "tiles", lambda *_: convolution_kernels.TILES))
         for module, name, operator in launched:
             stack.enter_context(replaced(module, name, _Kernel(operator)))
         yield

@@ -165,6 +165,8 @@ class MemoryConfig:
     ema_device: str = "cpu"
     base_precision: str | None = None
     """The 8-bit format of the frozen base, ``int8`` or ``fp8``; None for 16 or 32 bits."""
+    int8_convolutions: bool = False
+    """Once normalized, whether the frozen convolutions are in 8 bits."""
     one_way_block_swap: bool | None = None
     """False if frozen blocks are copied in both directions; once normalized, None without swapped blocks and for others."""
     num_processes: int | None = None
@@ -331,6 +333,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         cuda_graphs=config.cuda_graphs and lora and _is_recorded(config),
         **_parallel(config),
         one_way_block_swap=False if config.one_way_block_swap is False and lora and config.blocks_to_swap else None,
+        int8_convolutions=config.int8_convolutions and config.base_precision == "int8" and config.family.unet,
         stochastic_rounding=config.stochastic_rounding and config.gradient_release,
         ema=config.ema and config.ema_device == "gpu",
         ema_device=defaults.ema_device,

@@ -133,6 +133,12 @@ def file_of(machine: Mapping[str, str]) -> Path:
     return user_cache.folder() / FOLDER / f"{digest}.json"
 
 
+def base_of(command: CommandLine) -> str | None:
+    """Return a command line's 8-bit base: what follows ``--base_precision``, with the option for convolutions; None without."""
+    precision = command.settings["base_precision"]
+    return f"{precision} --int8_convolutions" if precision and command.settings["int8_convolutions"] else precision
+
+
 def keep_judgement(command: CommandLine, precision: str, is_good: bool, loss: float) -> None:
     """Keep whether an 8-bit base is good enough for a command line's checkpoint. Raises OSError."""
     row = {"precision": precision, "is_good": is_good, "loss": loss, "day": time.strftime("%Y-%m-%d")}
@@ -143,7 +149,7 @@ def keep_judgement(command: CommandLine, precision: str, is_good: bool, loss: fl
 
 def judgement(command: CommandLine) -> Judged | None:
     """Return the judgement on the 8-bit base of a command line and its checkpoint; None without one."""
-    file, precision = _judgements_of(command), command.settings["base_precision"]
+    file, precision = _judgements_of(command), base_of(command)
     row = {} if file is None or precision is None else _read(file)
     if row.get("schema") != SCHEMA:
         return None

@@ -16,7 +16,7 @@ from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.config.settings import AUTO
 from kohya_ext.dry_run import estimation
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, memory_config, step_time
+from kohya_ext.estimate import cache, memory_config, step_time, tuned
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.planning.bisection import first_that
@@ -99,7 +99,7 @@ class Search:
         best: dict[object, float] = {}
         promising = []
         for candidate, time in zip(ranked, times, strict=True):
-            if time <= _MUCH_SLOWER * best.setdefault(candidate.command.settings["base_precision"], time):
+            if time <= _MUCH_SLOWER * best.setdefault(tuned.base_of(candidate.command), time):
                 promising.append(candidate)
         return promising
 
@@ -121,6 +121,8 @@ class Search:
             yield {**attention, **split}
             if can_have_8_bits:
                 yield {**attention, **split, **eight_bits}
+                if run.family is not None and run.family.unet:
+                    yield {**attention, **split, **eight_bits, "int8_convolutions": True}
 
     def _least_savings(self, start: CommandLine, changes: Changes) -> list[Candidate]:
         """Search the configuration with the fewest memory savings that fits, and return those that were estimated."""

@@ -23,6 +23,7 @@ class Judgement:
     """How an 8-bit base changes the first batches of a run."""
 
     precision: str
+    """Its 8-bit format, with the option for convolutions (:func:`kohya_ext.estimate.tuned.base_of`)."""
     loss: float
     """Root mean square of the relative changes of the losses."""
     noise: float
@@ -30,7 +31,7 @@ class Judgement:
     blocks: Mapping[str, float]
     """Block -> relative difference of its output, which includes those of the blocks before it."""
     layers: Mapping[str, float]
-    """Layer -> relative error of its output for its own input."""
+    """Linear layer -> relative error of its output for its own input."""
     batches: int
 
     @property
@@ -74,7 +75,7 @@ def judge(precision: str, reference: Mapping[str, Any], result: Mapping[str, Any
         _change(reference["losses"], result["losses"]),
         _change(reference["losses"], reference["reversed"]),
         result["blocks"],
-        reference["layers"].get(precision, {}),
+        reference["layers"].get(precision.split()[0], {}),
         len(result["losses"]),
     )
 

@@ -100,8 +100,7 @@ class Tuner:
 
     def _may_be_used(self, row: Row) -> bool:
         good = [judgement.precision for judgement in self.judgements if judgement.is_good]
-        precision = row.command.settings["base_precision"]
-        return row.kind == "typed" or precision in (None, self.command.settings["base_precision"], *good)
+        return row.kind == "typed" or tuned.base_of(row.command) in (None, tuned.base_of(self.command), *good)
 
     @property
     def _typed_has_8_bits(self) -> bool:
@@ -188,16 +187,17 @@ class Tuner:
         precisions = ("int8", "fp8") if float(self.machine.get("capability") or 0) >= 8.9 else ("int8",)
         with ExitStack() as stack:
             folder = stack.enter_context(child.folder())
-            in_16_bits = plain.with_({"base_precision": None, "base_precision_cache": None})
+            in_16_bits = plain.with_({"base_precision": None, "base_precision_cache": None, "int8_convolutions": False})
             if "base_precision" in in_16_bits.values:
                 raise NotComparableError("a preset or the config file sets --base_precision; give it on the command line")
             task = Task(str(folder), "losses", checks=False, precisions=precisions)
             reference = self._losses(in_16_bits, task)
-            for precision in precisions:
+            with_convolutions = any(row.command.settings["int8_convolutions"] for row in self.rows if _is_measured(row))
+            for base in (*precisions, *(["int8 --int8_convolutions"] if with_convolutions else [])):
                 own = stack.enter_context(child.folder())
                 task = Task(str(own), "losses", checks=False, reference=str(folder / _OUTPUTS))
-                result = self._losses(plain.with_({"base_precision": precision}), task)
-                judgement = base_judgement.judge(precision, reference, result)
+                changes = {"base_precision": base.split()[0], "int8_convolutions": " " in base}
+                judgement = base_judgement.judge(base, reference, self._losses(plain.with_(changes), task))
                 for line in judgement.lines():
                     self.report(line)
                 yield judgement

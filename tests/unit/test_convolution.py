@@ -192,6 +192,7 @@ INTERPRETED = """
 import torch
 from kohya_ext.quantization import arithmetic, convolution, convolution_kernels as kernels
 from kohya_ext.quantization.rotation import rotate
+from triton.runtime import interpreter
 
 torch.manual_seed(0)
 TILES = (kernels.TILES, kernels.NARROW_TILES, kernels.SMALL_TILES)
@@ -246,6 +247,22 @@ for kept in (1024, 64):  # a program keeps all channels, or reads them twice
     x[0, 1, 1, 1], x[1, 150, 2, 2] = float("nan"), float("inf")
     scales = kernels.quantize(x, torch.float16, rotated=True)[1]
     assert (~scales.isfinite()).nonzero().tolist() == [[0, 1, 1], [1, 2, 2]]
+
+# No pass reads outside the tensors, also for pixels beyond the image's end.
+load, given = interpreter._interpreter.load, []
+
+def checked(pointers, mask, *rest):
+    ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in given]
+    assert all(any(begin <= pointer < end for begin, end in ranges) for pointer in set(pointers[mask].tolist()))
+    return load(pointers, mask, *rest)
+
+interpreter._interpreter.load = checked
+x, weight, scales = torch.randn(2, 64, 3, 7), torch.ones(192, 9 * 64, dtype=torch.int8), torch.ones(192)
+given[:] = [x, scales]
+pixels = kernels.quantize(x, torch.float16, factors=scales)
+given[:] = [*pixels, weight, scales]
+kernels.convolve(pixels, weight, torch.float16, kernels.SMALL_TILES, scales=scales)
+interpreter._interpreter.load = load
 
 layer = layer_of(64, 64, True)
 x = torch.zeros(1, 64, 6, 6).half()

@@ -56,6 +56,8 @@ def test_a_value_of_the_wrong_type_is_an_error(tmp_path: Path) -> None:
         (("--learning_rate", "1e-4"), ("--learning_rate", "3e-5")),
         (("--resolution", "1024"), ("--resolution", "1024,1024", "--enable_bucket")),
         (("--network_alpha", "1"), ("--network_alpha", "16")),
+        ((), ("--int8_convolutions",)),
+        (("--base_precision", "fp8"), ("--base_precision", "fp8", "--int8_convolutions")),
         (("--output_name", "a"), ("--seed", "3", "--train_data_dir", "x")),
     ],
 )
@@ -75,6 +77,13 @@ def test_options_of_equal_memory_have_the_same_key(first: tuple[str, ...], secon
 )  # fmt: skip
 def test_options_that_change_memory_change_the_key(more: tuple[str, ...]) -> None:
     assert parse("--resolution", "512").key() != parse("--resolution", "512", *more).key()
+
+
+def test_8_bit_convolutions_change_the_key_of_an_int8_unet() -> None:
+    base = ("--resolution", "512", "--base_precision", "int8")
+    assert parse(*base).key() != parse(*base, "--int8_convolutions").key()
+    flux = {"script": "flux_train_network.py"}
+    assert parse(*base, **flux).key() == parse(*base, "--int8_convolutions", **flux).key()
 
 
 def test_fp16_has_its_own_key_and_the_shipped_estimates_of_bf16() -> None:

@@ -153,6 +153,17 @@ def test_an_8_bit_base_is_recommended_only_if_it_is_good_enough(checkout, losses
     assert {command.settings["speed"] for command in judging} == {"off"}
 
 
+def test_a_base_with_8_bit_convolutions_has_a_judgement_of_its_own(checkout):
+    words = ("--preset", "12gb", "--base_precision", "int8", "--int8_convolutions")
+    tuner, processes, lines = tune(checkout, measured_or_judged(GOOD), *words)
+    judging = [command for command, given in zip(processes.commands, processes.tasks, strict=True) if given.kind == "losses"]
+    assert [(each.settings["base_precision"], each.settings["int8_convolutions"]) for each in judging] == [
+        *((None, False), ("int8", False), ("fp8", False), ("int8", True))
+    ]
+    assert any(line.startswith("--base_precision int8 --int8_convolutions: use it") for line in lines)
+    assert tuner.judgements[-1].layers == tuner.judgements[0].layers != {}
+
+
 def test_a_configuration_that_fails_is_a_row_with_its_reason(checkout):
     def outcome(command, given):
         if "*" in command.settings.disable_patch:
@@ -245,6 +256,7 @@ def test_the_search_finds_the_least_checkpointing_that_fits_with_both_bases(chec
     values = [each.command.values for each in candidates]
     ways = {(each.get("base_precision"), each.get("gradient_checkpointing_ratio")) for each in values}
     assert {(None, 0.75), ("int8", 0.5)} <= ways
+    assert {each.command.settings["int8_convolutions"] for each in candidates} == {False, True}
     assert searched.is_complete
     assert len(tried) <= 8
 
@@ -568,6 +580,11 @@ def test_a_judgement_is_kept_for_the_checkpoint_and_printed_by_plan(checkout, tm
     assert "(it changes losses by 0.20%):" in _about_8_bits(with_8_bits)
     assert "is not good enough" in _about_8_bits(command.with_({"base_precision": "fp8"}))
     assert tuned.judgement(command) is None
+    with_convolutions = with_8_bits.with_({"int8_convolutions": True})
+    assert tuned.judgement(with_convolutions) is None
+    tuned.keep_judgement(command, "int8 --int8_convolutions", False, 0.02)
+    assert not tuned.judgement(with_convolutions).is_good
+    assert tuned.judgement(with_8_bits).is_good
     file.write_text("another")
     assert tuned.judgement(with_8_bits) is None
     assert tuned.judgement(CommandLine(checkout.script(LORA), ["--base_precision", "int8"], {})) is None
