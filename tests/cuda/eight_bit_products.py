@@ -11,8 +11,9 @@ import torch
 
 import virtual_gpu
 from kohya_ext.patching.attributes import replaced
+from kohya_ext.quantization import convolution
 from kohya_ext.quantization.linear import KINDS, Products, convert
-from kohya_ext.quantization.support import find_products
+from kohya_ext.quantization.support import find_convolution_products, find_products
 
 ROWS, INPUTS, OUTPUTS = 256, 640, 1280
 
@@ -45,10 +46,25 @@ def passes(precision: str, products: Products) -> dict[str, int]:
     return launched(lambda: torch.autograd.grad(layer(x), x, gradient))
 
 
+def convolved() -> dict[str, Any]:
+    """Return the same of a convolution."""
+    products, obstacle = find_convolution_products(torch.device("cuda", 0), "kernels")
+    layer = torch.nn.Conv2d(INPUTS, OUTPUTS, 3, padding=1, dtype=torch.bfloat16).requires_grad_(False)
+    convolution.convert(layer, "kernels", "cuda")
+    x = torch.zeros(2, INPUTS, 24, 40, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.zeros(2, OUTPUTS, 24, 40, dtype=torch.bfloat16)
+    return {
+        "products": products,
+        "obstacle": obstacle,
+        "kernels": launched(lambda: torch.autograd.grad(layer(x), x, gradient)),
+    }
+
+
 if __name__ == "__main__":
     torch.set_default_device("cuda")
     measured: dict[str, Any] = {precision: described(precision) for precision in KINDS}
     with replaced(torch, "_scaled_mm", refuse):
         measured |= {f"{precision} without scaled products": described(precision) for precision in KINDS}
     measured["weights"] = passes("int8", "weights")
+    measured["convolution"] = convolved()
     print(json.dumps(measured))

@@ -53,12 +53,34 @@ def test_a_weight_is_dequantized_in_one_pass(products):
     assert sum(kernels.values()) - by_cublas == 4, kernels
 
 
+def test_a_convolution_launches_five_kernels(products):
+    expected = {"_quantize_pixels": 2, "_convolve": 2, "_transpose": 1}
+    assert products["convolution"] == {"products": "kernels", "obstacle": None, "kernels": expected}
+
+
 def test_no_kernels_of_triton_on_turing(printed_on_gpu):
     triton = pytest.importorskip("triton")
     measured = printed_on_gpu("turing.py", VIRTUAL_GPU="3060", VIRTUAL_GPU_CAPABILITY="7.5")
     assert measured["products"] == "weights"
     assert "compute capability 7.5, and 8-bit products need 8.0" in measured["obstacle"]
     assert measured["has_kernels"] == (Version(triton.__version__) < Version("3.3"))
+
+
+@pytest.mark.slow
+@pytest.mark.only("v0.11")
+@pytest.mark.parametrize("graphs", [(), ("--cuda_graphs", "--cuda_graphs_always")])
+def test_8_bit_convolutions_train_sdxl(checkout, train_both, graphs):
+    pytest.importorskip("triton")
+    options = ("--base_precision", "int8", "--int8_convolutions", *graphs)
+    pair = train_both(
+        checkout, Configuration("sdxl_train_network.py", ("--mixed_precision", "bf16"), extension_options=options)
+    )
+    assert "convolutions in 8 bits" in pair.ours.output
+    assert "--int8_convolutions has no effect" not in pair.ours.output
+    for ours, theirs in zip(pair.ours.later_steps, pair.upstream.later_steps, strict=True):
+        assert graphs or ours.syncs <= theirs.syncs  # recording waits
+        assert ours.random_state == theirs.random_state
+    assert (pair.ours.steps[-1].launches_in_graphs > 0) is bool(graphs)
 
 
 @pytest.mark.slow

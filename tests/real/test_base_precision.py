@@ -1,8 +1,12 @@
 """--base_precision: real scripts train on an 8-bit base, close to the usual one."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from kohya_ext.quantization import convolution, selection  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
@@ -24,6 +28,59 @@ def test_trained_lora_is_close_to_that_of_the_usual_base(checkout, train, upstre
     assert facts["layers"] > 40
     assert facts["bytes"] < 0.3 * facts["bytes_before"]  # from fp32
     assert "frozen linear layers in 8 bits" in run.output
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--network_args", "conv_dim=4"), ("--gradient_checkpointing", "--mixed_precision", "bf16")]
+)
+def test_8_bit_convolutions_train_a_lora_close_to_the_usual_one(checkout, train, options):
+    script = "sdxl_train_network.py"
+    usual = train(checkout, script, *options)
+    run = train(checkout, script, *options, "--base_precision", "int8", "--int8_convolutions")
+    facts = run.report["facts"]["base_precision"]
+    assert facts["convolutions"] > 5
+    assert facts["convolution_bytes"] < 0.3 * facts["convolution_bytes_before"]  # from fp32
+    assert f"{facts['convolutions']} convolutions in 8 bits" in run.output
+    actual, expected = _trained(run), _trained(usual)
+    assert 0 < (actual - expected).norm() < 0.25 * expected.norm()
+    assert any("resnets" in name or "in_layers" in name for name in run.tensors) == (options[:1] == ("--network_args",))
+
+
+def _lora_gradients(unet, networks, convert):
+    """Return the output of an SD 1.5 U-Net with a LoRA of its convolutions, and the gradients of the LoRA's weights."""
+    if convert is not None:
+        convert(unet)
+    torch.manual_seed(1)
+    network = networks.create_network(1.0, 4, 1.0, None, [], unet, conv_dim=4, conv_alpha=1)
+    network.apply_to([], unet, apply_text_encoder=False, apply_unet=True)
+    for lora in network.unet_loras:
+        torch.nn.init.normal_(lora.lora_up.weight, std=0.02)
+    y = unet(torch.randn(2, 4, 8, 16), torch.tensor([7, 300]), torch.randn(2, 5, 64)).sample
+    y.backward(torch.randn_like(y))
+    assert any(lora.lora_down.weight.ndim == 4 and lora.lora_down.kernel_size == (3, 3) for lora in network.unet_loras)
+    return [y.detach(), torch.cat([weight.grad.flatten() for weight in network.parameters()])]
+
+
+def test_8_bit_convolutions_of_sd15_are_close_under_a_lora(checkout_module, monkeypatch):
+    """The tiny SD 1.5 has too few channels for them."""
+    unets, networks = checkout_module("library.original_unet"), checkout_module("networks.lora")
+    widths = {"BLOCK_OUT_CHANNELS": (64, 64, 128, 128), "TIMESTEP_INPUT_DIM": 64, "TIME_EMBED_DIM": 256}
+    for name, value in widths.items():
+        monkeypatch.setattr(unets, name, value)
+    torch.manual_seed(0)
+    usual = unets.UNet2DConditionModel(8, 8, 64, False, False).requires_grad_(False)
+    unet = copy.deepcopy(usual)
+    converted = []
+
+    def convert(model):
+        for name, layer in selection.convolutions(model):
+            convolution.convert(layer, "operations", "cpu")
+            converted.append(name)
+
+    expected, actual = _lora_gradients(usual, networks, None), _lora_gradients(unet, networks, convert)
+    assert len(converted) == 47  # two of each ResNet block, and upsamplers
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert 0 < (ours - theirs).norm() < 0.1 * theirs.norm()
 
 
 @pytest.mark.parametrize(
@@ -135,6 +192,8 @@ def test_merged_networks_have_a_cache_of_their_own(checkout, train, tmp_path):
             ("--base_precision", "int8", "--fp8_base", "--mixed_precision", "bf16"),
             "--base_precision int8: --fp8_base changes the base too; remove one of the two",
         ),
+        (("--int8_convolutions",), "--int8_convolutions: it needs --base_precision int8; add it, or remove the option"),
+        (("--int8_convolutions", "--base_precision", "fp8"), "--int8_convolutions: it needs --base_precision int8"),
         (("--base_precision_cache", "kept"), "--base_precision, which is not set; add --base_precision int8"),
     ],
 )
