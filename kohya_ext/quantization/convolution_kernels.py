@@ -145,23 +145,23 @@ def _convolve(
     offsets_1 = (columns_1 % features)[None, :] * stride_row + inner[:, None]
     sums_0, sums_1 = tl.zeros((TILE_P, HALF), tl.int32), tl.zeros((TILE_P, HALF), tl.int32)
     values_0, values_1 = tl.zeros((TILE_P, HALF), tl.float32), tl.zeros((TILE_P, HALF), tl.float32)
-    tap, start = 0, 0
+    tap, start = -1, channels - TILE_K
     for _ in range(0, 9 * channels, TILE_K):
+        # Outside the condition below, so that the loads of later passes need not wait for it.
+        is_first = start + TILE_K == channels
+        tap += is_first.to(tl.int32)
+        start = tl.where(is_first, 0, start + TILE_K)
         shift = (tap // 3 - 1) * width + tap % 3 - 1
         inside = (taps >> tap & 1) != 0
         tile_x = tl.load(x + (shift * channels + start) + offsets_x, mask=inside[:, None], other=0)
         part = w + ((8 - tap if IS_GRADIENT else tap) * stride_tap + start)
         sums_0 = tl.dot(tile_x, tl.load(part + offsets_0), sums_0, out_dtype=tl.int32)
         sums_1 = tl.dot(tile_x, tl.load(part + offsets_1), sums_1, out_dtype=tl.int32)
-        is_last = start + TILE_K == channels
-        if is_last:
+        if start + TILE_K == channels:
             of_pixels = tl.load(scales_x + shift + pixels, mask=inside, other=0.0)[:, None]
             values_0 += sums_0.to(tl.float32) * of_pixels
             values_1 += sums_1.to(tl.float32) * of_pixels
             sums_0, sums_1 = tl.zeros((TILE_P, HALF), tl.int32), tl.zeros((TILE_P, HALF), tl.int32)
-        # Outside the condition, so that loads of later passes need not wait for it.
-        tap += is_last.to(tl.int32)
-        start = tl.where(is_last, 0, start + TILE_K)
     out += image * features * area
     _store_products(
         out, values_0, scales_w, bias, pixels, columns_0, area, features, IS_GRADIENT, HAS_BIAS, MATRIX, TILE_P, HALF, SIZE

@@ -253,7 +253,7 @@ load, given = interpreter._interpreter.load, []
 
 def checked(pointers, mask, *rest):
     ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in given]
-    assert all(any(begin <= pointer < end for begin, end in ranges) for pointer in set(pointers[mask].tolist()))
+    assert sum((begin <= pointers[mask]) & (pointers[mask] < end) for begin, end in ranges).all()
     return load(pointers, mask, *rest)
 
 interpreter._interpreter.load = checked
