@@ -21,7 +21,7 @@ from kohya_ext.patching import training_loop  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.patching.training_loop import Program, TrainingRun  # noqa: E402
 from kohya_ext.quantization.linear import Linear, dequantized  # noqa: E402
-from kohya_ext.quantization.selection import NETWORKS, reason_to_refuse  # noqa: E402
+from kohya_ext.quantization.selection import NETWORKS, reason_to_refuse, reason_to_refuse_convolutions  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 from kohya_ext.weights.postponed import History, PostponedCast  # noqa: E402
 from kohya_ext.weights.scaling import Scaling  # noqa: E402
@@ -95,6 +95,31 @@ def test_the_first_compilation_is_announced(monkeypatch, tmp_path, capsys, cache
     accelerator = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     base_precision._start(Namespace(network_module="networks.lora"), accelerator, Settings(base_precision="int8"))
     assert ("compiles its kernels" in capsys.readouterr().err) is not cached
+
+
+@pytest.mark.parametrize(("products", "expected"), [("operations", "operations"), ("weights", None)])
+def test_convolutions_stay_in_16_bits_where_nothing_multiplies_in_8_bits(monkeypatch, capsys, products, expected):
+    monkeypatch.setattr(base_precision, "_products", lambda *_: products)
+    monkeypatch.setattr(base_precision, "program", lambda: Program(None, CommandLine(Path("sdxl_train_network.py"), [], {})))
+    accelerator = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    settings = Settings(base_precision="int8", int8_convolutions=True)
+    base = base_precision._start(Namespace(network_module="networks.lora"), accelerator, settings)
+    assert base.convolutions == expected
+    printed = capsys.readouterr().err
+    assert ("--int8_convolutions has no effect: the GPU cannot multiply in 8 bits" in printed) is (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("precision", "script", "reason"),
+    [
+        (None, "sdxl_train_network.py", "it needs --base_precision int8"),
+        ("fp8", "sdxl_train_network.py", "it needs --base_precision int8"),
+        ("int8", "flux_train_network.py", "the model of flux_train_network.py has no convolutions for it"),
+    ],
+)
+def test_refusals_of_8_bit_convolutions(precision, script, reason):
+    assert reason in reason_to_refuse_convolutions(precision, Namespace(), script)
+    assert reason_to_refuse_convolutions("int8", Namespace(), "sdxl_train_network.py") is None
 
 
 def test_model_without_known_layers_stays_as_it_is(network, capsys):
