@@ -577,12 +577,12 @@ RUNS = {
     "sd3": ("sd3_train_network.py", (), {"products", "norms"}),
     "anima": ("anima_train_network.py", (), {"products", "shared products", "norms", "rotations"}),
     "hunyuan-image": ("hunyuan_image_train_network.py", (), {"products", "norms", "rotations"}),
-    "sdxl fine-tune": ("sdxl_train.py", (), {"gates", "norms"}),
+    "sdxl fine-tune": ("sdxl_train.py", (), {"gates"}),
     "flux fine-tune": ("flux_train.py", (), {"norms", "rotations"}),
     "sd3 fine-tune": ("sd3_train.py", (), {"norms"}),
     "lumina fine-tune": ("lumina_train.py", (), {"norms", "rotations", "gates"}),
     "anima fine-tune": ("anima_train.py", (), {"norms", "rotations"}),
-    "sd15 fine-tune": ("fine_tune.py", (), {"gates", "norms"}),
+    "sd15 fine-tune": ("fine_tune.py", (), {"gates"}),
     "sd15": ("train_network.py", (), {"products", "shared products", "gates"}),
 }
 
