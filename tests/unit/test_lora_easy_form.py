@@ -168,5 +168,5 @@ def test_other_models_and_files_are_errors(tmp_path, capsys):
 
 def test_every_option_of_a_tier_has_a_field_or_is_set_by_the_preset():
     options = {key for tier in TIERS.values() for key in preset_files.load([tier.name], tier.config.script).values}
-    own = {"base_precision", "fused_operations", "gradient_checkpointing_ratio", "speed"}
+    own = {"base_precision", "fused_operations", "gradient_checkpointing_ratio", "keep_attention", "speed"}
     assert {key for key in options if lora_easy_form.lacks(key)} == own
