@@ -24,7 +24,8 @@ def assume(value: int) -> None:
 
     def compare(self: Any, other: Any) -> Any:
         result = equal(self, other)
-        result.compares_lengths = is_length(self)
+        if result is not NotImplemented:  # which other types return, with which Dynamo compares
+            result.compares_lengths = is_length(self)
         return result
 
     def all_of(values: Any, *args: Any, **kwargs: Any) -> Any:

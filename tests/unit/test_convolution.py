@@ -1,16 +1,14 @@
 """8-bit convolutions: the layer, and the Triton kernels in Triton's interpreter."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from kohya_ext.quantization import convolution, selection  # noqa: E402
+from tests import interpreted  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -283,6 +281,5 @@ print("equal")
 
 def test_kernels_equal_torchs_operations_in_the_interpreter():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    done = interpreted.run(INTERPRETED)
     assert done.stdout == "equal\n", done.stderr[-3000:]

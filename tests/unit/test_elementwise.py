@@ -1,9 +1,5 @@
 """The Triton kernels of gates and rotary embeddings, in Triton's interpreter, and their memory and work on fake tensors."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +9,7 @@ pytest.importorskip("triton")
 from kohya_ext.dry_run.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.dry_run.triton_kernels import counted_kernels  # noqa: E402
 from kohya_ext.kernels import elementwise, fused  # noqa: E402
+from tests import interpreted  # noqa: E402
 from tests.fake_tensors import fake_tensors  # noqa: E402
 
 INTERPRETED = """
@@ -60,8 +57,7 @@ print("equal")
 
 
 def test_kernels_are_within_one_rounding_of_float64():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    done = interpreted.run(INTERPRETED)
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 

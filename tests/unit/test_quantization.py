@@ -1,11 +1,8 @@
 """8-bit linear layers: rotation, arithmetic, the layer, and the Triton kernels in Triton's interpreter."""
 
 import copy
-import os
 import pickle
 import re
-import subprocess
-import sys
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kohya_ext.quantization import arithmetic, linear, rotation  # noqa: E402
+from tests import interpreted  # noqa: E402
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
@@ -247,23 +245,23 @@ from kohya_ext.quantization.rotation import rotate
 
 torch.manual_seed(0)
 for dtype in (torch.bfloat16, torch.float16):
-    x, weight = torch.randn(3, 192).to(dtype), torch.randn(128, 192)
+    x, weight = torch.randn(3, 192).to(dtype), torch.randn(320, 192)  # of uneven tiles
     x[2] = 0
     rows, scales = kernels.quantize(x, torch.int8, dtype, rotated=True)
     for actual, expected in zip((rows, scales), arithmetic.quantize(rotate(x.float()), torch.int8)):
         assert torch.equal(actual, expected)
     weight, weight_scales = arithmetic.quantize(rotate(weight), torch.int8)
-    bias = torch.randn(128).to(dtype)
+    bias = torch.randn(320).to(dtype)
     y = kernels.multiply(rows, weight, scales, dtype, kernels.SMALL_TILES, scales_b=weight_scales, bias=bias)
     expected = arithmetic.multiply(rows, weight) * scales[:, None] * weight_scales + bias
     torch.testing.assert_close(y.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
     for rank in (4, 40):
-        hidden, up = torch.randn(3, 3 * rank).to(dtype)[:, rank : 2 * rank], torch.randn(128, rank).to(dtype)
+        hidden, up = torch.randn(3, 3 * rank).to(dtype)[:, rank : 2 * rank], torch.randn(320, rank).to(dtype)
         y = kernels.multiply(rows, weight, scales, dtype, kernels.SMALL_TILES, scales_b=weight_scales, lora=(hidden, up.t()))
         summed = expected - bias + hidden.float() @ up.float().t()
         torch.testing.assert_close(y.float(), summed, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
-    gradient = torch.randn(3, 128).to(dtype)
+    gradient = torch.randn(3, 320).to(dtype)
     rows, scales = kernels.quantize(gradient, torch.int8, dtype, factors=weight_scales)
     for actual, expected in zip((rows, scales), arithmetic.quantize(gradient.float() * weight_scales, torch.int8)):
         assert torch.equal(actual, expected)
@@ -323,8 +321,7 @@ print("equal")
 
 def test_kernels_equal_the_arithmetic_in_the_interpreter():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    done = interpreted.run(INTERPRETED)
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 
