@@ -30,9 +30,17 @@ _LIBRARY.define("geglu_backward(Tensor gradient, Tensor halves, Tensor(a!) out) 
 _LIBRARY.define("swiglu(Tensor gate, Tensor value, Tensor(a!) out) -> ()")
 _LIBRARY.define("swiglu_backward(Tensor gradient, Tensor gate, Tensor value, Tensor(a!) out, Tensor(b!) out2) -> ()")
 _LIBRARY.define("rotate(Tensor x, Tensor table, Tensor(a!) out) -> ()")
+_LIBRARY.define(
+    "squares(Tensor gradient, Tensor weight, Tensor(a!) of_rows, Tensor(b!) of_columns, Tensor(c!) of_weights) -> ()"
+)
+_LIBRARY.define("squares_of_update(Tensor gradient, Tensor row_factors, Tensor column_factors, Tensor(a!) out) -> ()")
+_LIBRARY.define(
+    "update(Tensor weight, Tensor gradient, Tensor row_factors, Tensor column_factors, Tensor divisor, Tensor? random, "
+    "Tensor(a!) out) -> ()"
+)
 for _name in (
     *("quantize_rows", "transpose", "multiply", "quantize_pixels", "convolve"),
-    *("geglu", "geglu_backward", "swiglu", "swiglu_backward", "rotate"),
+    *("geglu", "geglu_backward", "swiglu", "swiglu_backward", "rotate", "squares", "squares_of_update", "update"),
 ):
     _LIBRARY.impl(_name, lambda *_: None, "CompositeExplicitAutograd")
 _operators = torch.ops.kohya_ext_kernels
@@ -116,6 +124,18 @@ def _rotate(x: Any, table: Any, out: Any, *_: Any, **__: Any) -> None:
     _operators.rotate(x, table, out)
 
 
+def _squares(gradient: Any, weight: Any, of_rows: Any, of_columns: Any, of_weights: Any, *_: Any, **__: Any) -> None:
+    _operators.squares(gradient, weight, of_rows, of_columns, of_weights)
+
+
+def _squares_of_update(gradient: Any, row_factors: Any, column_factors: Any, out: Any, *_: Any, **__: Any) -> None:
+    _operators.squares_of_update(gradient, row_factors, column_factors, out)
+
+
+def _update(*args: Any, **__: Any) -> None:
+    _operators.update(*args[:7])
+
+
 @dataclass(frozen=True)
 class _Kernel:
     """An operator in place of a Triton kernel, which Dynamo would ask a driver to compile."""
@@ -137,7 +157,7 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
             raise UserError(f"an 8-bit base cannot be estimated: {missing}, or remove --base_precision")
         yield
         return
-    from kohya_ext.kernels import elementwise, fused
+    from kohya_ext.kernels import adafactor, elementwise, fused
     from kohya_ext.quantization import convolution_kernels, kernels
 
     launched: tuple[tuple[Any, str, Any], ...] = (
@@ -151,9 +171,13 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
         (elementwise, "_swiglu", _swiglu),
         (elementwise, "_swiglu_backward", _swiglu_backward),
         (elementwise, "_rotate", _rotate),
+        (adafactor, "_squares", _squares),
+        (adafactor, "_squares_of_update", _squares_of_update),
+        (adafactor, "_update", _update),
     )
     with ExitStack() as stack:
         stack.enter_context(replaced(fused, "elementwise_kernels", lambda *_: elementwise))
+        stack.enter_context(replaced(fused, "adafactor_kernels", lambda *_: adafactor))
         # The matrix of one fake mode is not valid in another.
         stack.enter_context(replaced(rotation, "_matrices", {}))
         stack.enter_context(replaced(kernels, "tiles", lambda *_: kernels.TILES))

@@ -7,7 +7,7 @@ sums are computed in another order. This module needs torch but not sd-scripts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -151,21 +151,45 @@ def elementwise_kernels(device: str, dtype: torch.dtype) -> Any:
 
     That is on a CPU, on a GPU that Triton does not support, and without Triton or a C compiler.
     """
+
+    def tried() -> Any:
+        from kohya_ext.kernels import elementwise
+
+        halves = torch.zeros(1, 2, device=device, dtype=dtype)
+        elementwise.geglu_backward(elementwise.geglu(halves), halves)
+        elementwise.rotate(halves[None, None], torch.zeros(1, 1, 1, 1, device=device, dtype=torch.complex64), inverse=False)
+        return elementwise
+
+    return _kernels(device, tried, "gates and rotary embeddings")
+
+
+@functools.cache
+def adafactor_kernels(device: str, dtype: torch.dtype) -> Any:
+    """Return the module of Triton kernels for Adafactor's step; None where they do not run."""
+
+    def tried() -> Any:
+        from kohya_ext.kernels import adafactor
+
+        weight, rows, columns = torch.zeros(2, 2, device=device, dtype=dtype), *torch.zeros(2, 2, device=device)
+        adafactor.step(weight, weight, rows, columns, beta=0.0, eps=1.0, clip=1.0, rate=0.0, decay=0.0)
+        return adafactor
+
+    return _kernels(device, tried, "Adafactor's steps")
+
+
+def _kernels(device: str, tried: Callable[[], Any], operations: str) -> Any:
+    """Return a module of Triton kernels once they have run; None with a warning if they do not."""
     if device != "cuda" or is_missing():
         return None
     try:
-        from kohya_ext.kernels import elementwise
         from kohya_ext.kernels.support import unsupported_gpu
 
         reason = unsupported_gpu()
         if reason is None:
-            halves = torch.zeros(1, 2, device=device, dtype=dtype)
-            elementwise.geglu_backward(elementwise.geglu(halves), halves)
-            elementwise.rotate(halves[None, None], torch.zeros(1, 1, 1, 1, device=device, dtype=torch.complex64), inverse=False)
-            return elementwise
+            return tried()
     except Exception as error:  # no C compiler, or a version of Triton that cannot compile them
         reason = f"its Triton kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    warn(f"--fused_operations: gates and rotary embeddings take more passes over memory, because {reason}")
+    warn(f"--fused_operations: {operations} take more passes over memory, because {reason}")
     return None
 
 
