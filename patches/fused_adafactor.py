@@ -1,8 +1,10 @@
-"""Step matrices with Adafactor in three kernels, in fine-tunes with ``--fused_backward_pass`` and ``--fused_operations``.
+"""Step weights with Adafactor in two or three kernels, with ``--fused_operations``.
 
-Memory bandwidth limits Adafactor's step: upstream's operators move 126 bytes for each weight in bf16, which in a full fine-tune of
-FLUX is as much as three forward passes. :mod:`kohya_ext.kernels.adafactor` moves 22, and creates one temporary tensor of a weight's
-shape instead of four. Other weights, and learning rates that depend on the weights, are left to upstream's function.
+Memory bandwidth limits Adafactor's step: the usual operators move 126 bytes for each weight in bf16, which in a full
+fine-tune of FLUX is more than forward and backward together. :mod:`kohya_ext.kernels.adafactor` moves 22, and creates one
+temporary tensor of a weight's shape instead of four. Vectors, and rates that depend on the weights, are left to the original
+functions: upstream's for ``--fused_backward_pass``, which rounds bf16 weights stochastically, and that of transformers, which
+rounds to nearest. :mod:`kohya_ext.patches.gradient_release` uses the kernels, too.
 """
 
 from __future__ import annotations
@@ -26,53 +28,46 @@ def _facts() -> Mapping[str, object]:
 
 
 def _step_param(original: Any, settings: Settings) -> Any:
-    from kohya_ext.kernels import fused
+    from kohya_ext.kernels import adafactor
 
     works = switches.works(switches.FUSED_OPERATIONS, settings)
 
     @wraps(original)
     def adafactor_step_param(self: Any, p: Any, group: Any) -> None:
-        if works() and _fits(p, group) and (kernels := fused.adafactor_kernels(p.device.type, p.dtype)) is not None:
+        if works() and adafactor.step(self, p, group, adafactor.random_bits):
             _counts["weights"] += 1
-            _step(kernels, self.state[p], p, group)
         else:
             original(self, p, group)
 
     return adafactor_step_param
 
 
-def _fits(weight: Any, group: Mapping[str, Any]) -> bool:
-    """Return whether a weight is a matrix whose step depends on its gradient and its statistics alone."""
-    gradient = weight.grad
-    is_plain = group["beta1"] is None and not group["relative_step"] and not group["scale_parameter"]
-    return is_plain and gradient is not None and weight.dim() == 2 and weight.is_contiguous() and gradient.is_contiguous()
+def _step_all(original: Any, settings: Settings) -> Any:
+    from kohya_ext.kernels import adafactor
 
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
 
-def _step(kernels: Any, state: dict[str, Any], weight: Any, group: Mapping[str, Any]) -> None:
-    import torch
+    @wraps(original)
+    def step(self: Any, closure: Any = None) -> Any:
+        if closure is not None or not works():
+            return original(self, closure)
+        weights = [(weight, group) for group in self.param_groups for weight in group["params"]]
+        stepped = [(weight, weight.grad) for weight, group in weights if adafactor.step(self, weight, group, None)]
+        _counts["weights"] += len(stepped)
+        for weight, _ in stepped:
+            weight.grad = None  # which the original function passes over
+        try:
+            return original(self)
+        finally:
+            for weight, gradient in stepped:
+                weight.grad = gradient
 
-    names = "exp_avg_sq_row", "exp_avg_sq_col"
-    if not state:
-        state["step"] = 0
-        state.update((name, torch.zeros(size, device=weight.device)) for name, size in zip(names, weight.shape, strict=True))
-    state["step"] += 1
-    for name in names:  # a loaded state may have the weights' type
-        state[name] = state[name].to(weight.device, torch.float32)
-    state["RMS"] = kernels.step(
-        weight.detach(),
-        weight.grad,
-        *(state[name] for name in names),
-        beta=1.0 - state["step"] ** group["decay_rate"],
-        eps=group["eps"][0],
-        clip=group["clip_threshold"],
-        rate=group["lr"],
-        decay=group["weight_decay"] * group["lr"],
-    )
+    return step
 
 
 PATCH = Patch(
     name="fused_adafactor",
-    summary="step matrices with Adafactor in three kernels instead of thirty operators, in fused backward passes",
+    summary="--fused_operations: step weights with Adafactor in two or three kernels instead of thirty operators",
     targets=(
         Target(
             "library.adafactor_fused",
@@ -80,6 +75,13 @@ PATCH = Patch(
             _step_param,
             takes("self", "p", "group", exactly=True),
             body=known_bodies({"52155a41b7c7": "since v0.9"}, helpers={"copy_stochastic_": {"f6bee152ec1c": "since v0.9"}}),
+        ),
+        Target(
+            "transformers.optimization",
+            "Adafactor.step",
+            _step_all,
+            takes("self", "closure", exactly=True),
+            body=known_bodies({"fc45d3498d53": "4.57"}, package="transformers"),
         ),
     ),
     torch="2.6",

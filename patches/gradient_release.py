@@ -16,7 +16,7 @@ is clipped, too. Gradients are left as they are, exactly, while neither norm is 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.constraints import CONSTRAINTS, RELEASE, Run
+from kohya_ext.speed import switches
 from kohya_ext.units import gigabytes
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class _Release(TrainingCallback):
     """The optimizer's states on the host; None if they are on the GPU."""
     accelerator: Accelerator | None = None
     """The run's, if the states are on the host."""
+    fuses: Callable[[], bool] = lambda: False
+    """Whether fused operations work now."""
     stepped: int = 0
     """Weights stepped in this run."""
     earlier: Any = 0.0
@@ -108,7 +111,7 @@ class _Release(TrainingCallback):
             return WeightSteps(optimizer, self.host)
         states = probes.states_of_the_weights_type(optimizer)
         part = PART if probes.steps_elements_separately(optimizer, states) else None
-        steps = RoundedSteps(optimizer, self.rounding, states, part, self.host)
+        steps = RoundedSteps(optimizer, self.rounding, states, part, self.host, partial(_fused_step, self.fuses))
         steps.reserve(weights)
         return steps
 
@@ -181,6 +184,13 @@ class _Release(TrainingCallback):
             self._hooks.pop().remove()
 
 
+def _fused_step(works: Callable[[], bool], optimizer: Any, *rest: Any) -> bool:
+    """Step a weight of Adafactor with its kernels, if fused operations work."""
+    from kohya_ext.kernels import adafactor
+
+    return works() and type(optimizer).__name__ == "Adafactor" and adafactor.step(optimizer, *rest)
+
+
 def _optimizer(accelerator: Any) -> Any:
     (prepared,) = accelerator._optimizers
     return prepared.optimizer
@@ -227,7 +237,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
         stop(f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process")
     rounding = StochasticRounding(accelerator.device, args.seed or 0) if settings[STOCHASTIC_ROUNDING] else None
     host = _host_states(accelerator) if settings[OPTIMIZER_STATES_ON_HOST] else None
-    return _Release(rounding, args.max_grad_norm or 0.0, host, accelerator)
+    fuses = switches.works(switches.FUSED_OPERATIONS, settings)
+    return _Release(rounding, args.max_grad_norm or 0.0, host, accelerator, fuses)
 
 
 def _host_states(accelerator: Accelerator) -> HostStates | None:

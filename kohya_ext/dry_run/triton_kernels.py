@@ -38,9 +38,14 @@ _LIBRARY.define(
     "update(Tensor weight, Tensor gradient, Tensor row_factors, Tensor column_factors, Tensor divisor, Tensor? random, "
     "Tensor(a!) out) -> ()"
 )
+_LIBRARY.define(
+    "small_squares(Tensor gradient, Tensor weight, Tensor(a!) rows, Tensor(b!) columns, Tensor(c!) of_updates, "
+    "Tensor(d!) of_weights) -> ()"
+)
 for _name in (
     *("quantize_rows", "transpose", "multiply", "quantize_pixels", "convolve"),
     *("geglu", "geglu_backward", "swiglu", "swiglu_backward", "rotate", "squares", "squares_of_update", "update"),
+    "small_squares",
 ):
     _LIBRARY.impl(_name, lambda *_: None, "CompositeExplicitAutograd")
 _operators = torch.ops.kohya_ext_kernels
@@ -128,6 +133,10 @@ def _squares(gradient: Any, weight: Any, of_rows: Any, of_columns: Any, of_weigh
     _operators.squares(gradient, weight, of_rows, of_columns, of_weights)
 
 
+def _small_squares(*args: Any, **__: Any) -> None:
+    _operators.small_squares(*args[:6])
+
+
 def _squares_of_update(gradient: Any, row_factors: Any, column_factors: Any, out: Any, *_: Any, **__: Any) -> None:
     _operators.squares_of_update(gradient, row_factors, column_factors, out)
 
@@ -157,7 +166,7 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
             raise UserError(f"an 8-bit base cannot be estimated: {missing}, or remove --base_precision")
         yield
         return
-    from kohya_ext.kernels import adafactor, elementwise, fused
+    from kohya_ext.kernels import adafactor, adafactor_kernels, elementwise, fused
     from kohya_ext.quantization import convolution_kernels, kernels
 
     launched: tuple[tuple[Any, str, Any], ...] = (
@@ -171,13 +180,15 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
         (elementwise, "_swiglu", _swiglu),
         (elementwise, "_swiglu_backward", _swiglu_backward),
         (elementwise, "_rotate", _rotate),
-        (adafactor, "_squares", _squares),
-        (adafactor, "_squares_of_update", _squares_of_update),
-        (adafactor, "_update", _update),
+        (adafactor_kernels, "_squares", _squares),
+        (adafactor_kernels, "_squares_of_update", _squares_of_update),
+        (adafactor_kernels, "_update", _update),
+        (adafactor_kernels, "_small_squares", _small_squares),
+        (adafactor_kernels, "_update_small", _update),
     )
     with ExitStack() as stack:
         stack.enter_context(replaced(fused, "elementwise_kernels", lambda *_: elementwise))
-        stack.enter_context(replaced(fused, "adafactor_kernels", lambda *_: adafactor))
+        stack.enter_context(replaced(adafactor, "kernels_on", lambda *_: adafactor_kernels))
         # The matrix of one fake mode is not valid in another.
         stack.enter_context(replaced(rotation, "_matrices", {}))
         stack.enter_context(replaced(kernels, "tiles", lambda *_: kernels.TILES))

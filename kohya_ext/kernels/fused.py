@@ -160,24 +160,10 @@ def elementwise_kernels(device: str, dtype: torch.dtype) -> Any:
         elementwise.rotate(halves[None, None], torch.zeros(1, 1, 1, 1, device=device, dtype=torch.complex64), inverse=False)
         return elementwise
 
-    return _kernels(device, tried, "gates and rotary embeddings")
+    return usable(device, tried, "gates and rotary embeddings")
 
 
-@functools.cache
-def adafactor_kernels(device: str, dtype: torch.dtype) -> Any:
-    """Return the module of Triton kernels for Adafactor's step; None where they do not run."""
-
-    def tried() -> Any:
-        from kohya_ext.kernels import adafactor
-
-        weight, rows, columns = torch.zeros(2, 2, device=device, dtype=dtype), *torch.zeros(2, 2, device=device)
-        adafactor.step(weight, weight, rows, columns, beta=0.0, eps=1.0, clip=1.0, rate=0.0, decay=0.0)
-        return adafactor
-
-    return _kernels(device, tried, "Adafactor's steps")
-
-
-def _kernels(device: str, tried: Callable[[], Any], operations: str) -> Any:
+def usable(device: str, tried: Callable[[], Any], operations: str) -> Any:
     """Return a module of Triton kernels once they have run; None with a warning if they do not."""
     if device != "cuda" or is_missing():
         return None

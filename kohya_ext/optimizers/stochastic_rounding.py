@@ -29,6 +29,12 @@ class StochasticRounding:
         self._generator = torch.Generator(device=device)
         self._generator.manual_seed(seed)
 
+    def bits(self, like: Any) -> Any:
+        """Return the next random bits for a tensor of a shape: int32, of which the lower half is random."""
+        import torch
+
+        return torch.empty_like(like, dtype=torch.int32).random_(0, 1 << _LOWER_BITS, generator=self._generator)
+
     def copy(self, target: Any, value: Any) -> None:
         """Round a float32 tensor into a bf16 tensor of its shape. Needs 4 bytes per element for a moment.
 
@@ -36,8 +42,7 @@ class StochasticRounding:
         """
         import torch
 
-        bits = torch.empty_like(value, dtype=torch.int32).random_(0, 1 << _LOWER_BITS, generator=self._generator)
-        bits.add_(value.view(torch.int32)).bitwise_and_(_UPPER)
+        bits = self.bits(value).add_(value.view(torch.int32)).bitwise_and_(_UPPER)
         # A NaN of a GPU has all bits set, to which bits cannot be added. Zero times the value is NaN again.
         torch.add(bits.view(torch.float32), value, alpha=0, out=target)
 

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
 
 if TYPE_CHECKING:
     from kohya_ext.optimizers.host_states import HostStates
+
+FusedStep = Callable[[Any, Any, Mapping[str, Any], Callable[[Any], Any]], bool]
+"""A function of an optimizer, a weight, its group, and a function of random bits: ``kohya_ext.kernels.adafactor.step``."""
 
 PART = 2**22
 """Elements of a bf16 weight that are stepped together, if the optimizer treats each element by itself."""
@@ -63,8 +66,12 @@ class WeightSteps:
 
     def step_in_place_of(self, weight: Any, stand_in: Any) -> None:
         """Step a tensor with its own gradient and state, and with the options of a weight."""
-        group = self.optimizer.param_groups[self._group_of[weight]]
-        step_groups(self.optimizer, [{**group, "params": [stand_in]}])
+        step_groups(self.optimizer, [{**self.group(weight), "params": [stand_in]}])
+
+    def group(self, weight: Any) -> Mapping[str, Any]:
+        """Return the options of a weight."""
+        group: Mapping[str, Any] = self.optimizer.param_groups[self._group_of[weight]]
+        return group
 
 
 class RoundedSteps(WeightSteps):
@@ -82,10 +89,14 @@ class RoundedSteps(WeightSteps):
         rounded_states: frozenset[str],
         part: int | None,
         host: HostStates | None = None,
+        fused: FusedStep = lambda *_: False,
     ) -> None:
-        """``rounded_states``: names of states of the weight's type. ``part``: elements stepped together; None for all."""
+        """``rounded_states``: names of states of the weight's type. ``part``: elements stepped together; None for all.
+
+        ``fused`` steps and rounds a weight without float32 copies, and returns False where it does not support that.
+        """
         super().__init__(optimizer, host)
-        self._rounding, self._rounded, self._part = rounding, rounded_states, part
+        self._rounding, self._rounded, self._part, self._fused = rounding, rounded_states, part, fused
         self._reserved: dict[tuple[Any, str], Any] = {}
         """(weight, name) -> memory of a state that the first step creates."""
 
@@ -114,6 +125,9 @@ class RoundedSteps(WeightSteps):
             super().step(weight)
             return
         with self._state_on_gpu(weight):
+            if self._fused(self.optimizer, weight, self.group(weight), self._rounding.bits):
+                weight.grad = None
+                return
             states = self.optimizer.state
             before, gradient, weight.grad = states.get(weight, {}), weight.grad, None
             after: dict[str, Any] = {}
