@@ -3,8 +3,8 @@
     python -m benchmarks.kernel_resources [--capability 86]
 
 Needs no GPU: Triton and the ptxas that it brings compile for any. Every combination of format, precision, tile and row length
-that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are the kernels of GEGLU and rotary embeddings. sm_75 has
-the latter alone. A kernel that needs more shared memory than a GPU gives to one block ends a run at its first step, and spilled
+that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are the kernels of gates, rotary embeddings and Adafactor.
+sm_75 has the latter alone. A kernel that needs more shared memory than a GPU gives to one block ends a run at its first step, and spilled
 registers make it slow.
 """
 
@@ -90,7 +90,8 @@ def kinds(capability: int) -> list[str]:
 def launches(capability: int, precisions: Sequence[str] = PRECISIONS) -> Iterator[tuple[str, Configuration]]:
     """Yield all launches on a GPU, by their names: the 8-bit format if there is one, the precision, and the kernel's."""
     for precision in precisions:
-        yield from ((f"fused, {precision}, {each.name}", each) for each in _elementwise(precision))
+        fused = (*_elementwise(precision), *_adafactor(precision))
+        yield from ((f"fused, {precision}, {each.name}", each) for each in fused)
         for kind in kinds(capability):
             yield from ((f"{kind}, {precision}, {each.name}", each) for each in configurations(kind, precision))
         if "int8" in kinds(capability):
@@ -174,6 +175,36 @@ def _elementwise(precision: str) -> Iterator[Configuration]:
         for pairs, halves in (("rotation", False), ("rotation of halves", True)):
             constants = {**tile, "SIGN": sign, "WIDTH": 128, "HALVES": halves}
             yield Configuration(f"{pairs} {name}", elementwise._rotate, types, constants, 4, 3)
+
+
+def _adafactor(precision: str) -> Iterator[Configuration]:
+    from kohya_ext.kernels import adafactor_kernels as kernels
+
+    names = ("gradient", "weight", "out")
+    numbers = (
+        "of_rows",
+        "of_columns",
+        "of_weights",
+        "of_updates",
+        "rows",
+        "columns",
+        "row_factors",
+        "column_factors",
+        "divisor",
+    )
+    types = {**dict.fromkeys(names, f"*{precision}"), **dict.fromkeys(numbers, "*fp32"), "random": "*i32"}
+    types |= dict.fromkeys(("rate", "decay", "beta", "eps"), "fp32")
+    small = {"M": 3, "N": 3, "SIDE": kernels.SIDE, "TILE": kernels._TOGETHER["TILE"]}
+    tile = {name: size for name, size in kernels._TILE.items() if name != "num_warps"}
+    step = {"HAS_DECAY": True, "IS_ROUNDED": precision == "bf16"} | ({} if precision == "bf16" else {"random": None})
+    for what, kernel, constants in (
+        ("squares", kernels._squares, tile),
+        ("squares of the update", kernels._squares_of_update, tile),
+        ("update", kernels._update, {**tile, **step}),
+        ("squares of small matrices", kernels._small_squares, small),
+        ("update of small matrices", kernels._update_small, {**small, **step}),
+    ):
+        yield Configuration(f"Adafactor's {what}", kernel, types, constants, 8, 3, ("count", "m"))
 
 
 def resources(configuration: Configuration, capability: int) -> Resources:

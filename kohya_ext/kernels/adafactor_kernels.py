@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 #: Rows and columns of a tile of a matrix.
-_TILE = {"TILE_M": 64, "TILE_N": 128, "num_warps": 8}
+_TILE = {"TILE_M": 32, "TILE_N": 128, "num_warps": 8}
 
 #: Small matrices of a tile, and the most rows or columns of one.
-_TOGETHER = {"TILE": 256, "num_warps": 8}
+_TOGETHER = {"TILE": 128, "num_warps": 8}
 SIDE = 4
 
 
@@ -159,7 +159,7 @@ def step(
 ) -> Any:
     """Step weights [..., m, n] with statistics ``rows`` [..., m] and ``columns`` [..., n]. Return the RMS they had.
 
-    ``weight`` and ``gradient`` are contiguous, on one GPU; the statistics are fp32. ``beta`` is the share of these that remains,
+    ``weight`` and ``gradient`` are contiguous, on one GPU; the statistics are fp32. ``beta`` is the share that these keep,
     ``eps`` is added to squared gradients, an update's RMS is at most ``clip``, ``rate`` is the learning rate, and ``decay`` the
     share of themselves that weights lose. ``random`` returns int32 of 16 random bits, [..., m, n], by which bf16 weights are
     rounded stochastically; without it weights are rounded to nearest.

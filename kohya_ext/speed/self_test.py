@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from kohya_ext.config.settings import Settings
 TOLERANCE = 0.01
 
 #: Rows and widths of the layers that the kernels see: SDXL's and SD 1.5's, one that fills no tile, and one of a single row; and
-#: shapes of queries: FLUX's, and one that fills no tile.
+#: shapes of queries: FLUX's, and one that fills no tile. Shapes of weights that an optimizer steps.
 _GATES = ((4096, 2560), (1024, 5120), (77, 1280), (1, 320))
 _HEADS = ((1, 24, 4608, 128), (2, 3, 77, 64))
+_WEIGHTS = ((1280, 640), (77, 130), (1, 320), (320, 40, 3, 3))
 _LAYERS = ((4096, 640, 640, 16), (1024, 1280, 1280, 64), (77, 2048, 640, 4))
 
 
@@ -81,6 +83,8 @@ def fused_operations(device: torch.device) -> None:
         weights = [torch.randn(size, device=device, requires_grad=True) for size in (16, 100, 1280)]
         expected = _gradients(torch.cat([weight.to(dtype) for weight in weights]), weights)
         _compare(_gradients(torch.cat(casts.copies(weights, dtype)), weights), expected, f"copies of weights in {dtype}")
+        for shape in _WEIGHTS:
+            _adafactor(shape, dtype, device)
         for rows, inner, outer, rank in _LAYERS:
             x = torch.randn(rows, inner, device=device, dtype=dtype, requires_grad=True)
             weight = torch.randn(outer, inner, device=device, dtype=dtype) / inner**0.5
@@ -92,6 +96,26 @@ def fused_operations(device: torch.device) -> None:
             _compare(result, expected, f"LoRA of rank {rank} in {dtype}")
             three = torch.stack(fused.linears_with_lora(x, [weight] * 3, [down] * 3, [up] * 3, 0.5)).mean(0)
             _compare(_gradients(three, [x, down, up]), expected, f"three LoRA layers of rank {rank} in {dtype}")
+
+
+def _adafactor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Compare a step of Adafactor with the same arithmetic of PyTorch's operators, from a weight of zeros."""
+    from kohya_ext.kernels import adafactor
+
+    weight = torch.zeros(shape, device=device, dtype=dtype)
+    weight.grad = torch.randn(shape, device=device, dtype=dtype)
+    squares = weight.grad.float().square().add_(1e-3)
+    rows, columns = squares.mean(-1), squares.mean(-2)
+    factors = (rows / rows.mean(-1, keepdim=True)).rsqrt()[..., None] * columns.rsqrt()[..., None, :]
+    update = weight.grad.float() * factors
+    expected = -update / update.square().mean().sqrt().clamp(min=1.0)
+    group = {"beta1": None, "relative_step": False, "scale_parameter": False, "decay_rate": -0.8, "eps": (1e-3, 0.0)}
+    group |= {"clip_threshold": 1.0, "lr": 1.0, "weight_decay": 0.5}
+    optimizer = SimpleNamespace(state={weight: {}})
+    if adafactor.step(optimizer, weight, group, adafactor.random_bits):
+        kept = optimizer.state[weight]
+        results = [weight, kept["exp_avg_sq_row"], kept["exp_avg_sq_col"]]
+        _compare(results, [expected, rows, columns], f"a step of Adafactor of {shape} in {dtype}")
 
 
 class _Block(torch.nn.Module):  # type: ignore[misc]  # torch is not followed

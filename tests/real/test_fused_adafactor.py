@@ -1,4 +1,4 @@
-"""Adafactor's step with Triton kernels: the steps of sd-scripts and transformers, in Triton's interpreter, and its count."""
+"""Adafactor's step with Triton kernels: as those of sd-scripts, transformers and gradient release, interpreted; its count."""
 
 import pytest
 
@@ -22,6 +22,8 @@ from transformers import Adafactor
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.kernels import adafactor, adafactor_kernels
+from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
+from kohya_ext.optimizers.weight_steps import RoundedSteps
 
 adafactor.kernels_on = lambda *_: adafactor_kernels
 SHAPES = (200, 300), (64, 128), (1, 70), (130, 1), (40, 20, 3, 3), (24, 16, 1, 1), (4, 300, 2, 4)
@@ -54,6 +56,21 @@ def each(step_param):
     return step
 
 
+def released(fused):
+    made = {}
+
+    def step(optimizer):
+        if optimizer not in made:
+            made[optimizer] = RoundedSteps(optimizer, StochasticRounding("cpu", 1), frozenset(), None, fused=fused)
+        for weight in optimizer.param_groups[0]["params"]:
+            gradient = weight.grad
+            made[optimizer].step(weight)
+            assert weight.grad is None
+            weight.grad = gradient
+
+    return step
+
+
 step_param = adafactor_fused.adafactor_step_param
 STOCHASTIC = each(step_param), each(fused_adafactor._step_param(step_param, SETTINGS))
 NEAREST = Adafactor.step, fused_adafactor._step_all(Adafactor.step, SETTINGS)
@@ -78,6 +95,16 @@ for theirs, ours in (STOCHASTIC, NEAREST):
         fused_adafactor._counts.clear()
         (expected, _), (results, _) = (trained(step, torch.bfloat16, options) for step in (theirs, ours))
         assert not fused_adafactor._counts["weights"] and all(torch.equal(*pair) for pair in zip(results, expected))
+def counted(*args):
+    stepped = adafactor.step(*args)
+    fused_adafactor._counts["weights"] += stepped
+    return stepped
+
+
+fused_adafactor._counts.clear()
+(expected, _), (results, _) = (trained(released(fused), torch.bfloat16, PLAIN) for fused in (lambda *_: False, counted))
+assert fused_adafactor._counts["weights"] == 3 * len(SHAPES)
+assert all((result != weight).sum() <= 0.001 * weight.numel() for result, weight in zip(results, expected))
 print("equal")
 """
 

@@ -325,10 +325,10 @@ def test_kernels_equal_the_arithmetic_in_the_interpreter():
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 
-#: The launches of sm_86 that are compiled by default: gates and rotations, the narrowest and widest rows, products with the
+#: The launches of sm_86 that are compiled by default: gates, rotations and optimizer steps, the narrowest and widest rows, products with the
 #: fewest and the most conditions, and convolutions with the largest tiles.
 COMPILED = re.compile(
-    r".*, bf16, ((gate|rotation) .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA)"
+    r".*, bf16, ((gate|rotation|Adafactor's) .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA)"
     r"|pixels .*, 2560 channels|convolve .*, 128x128x128)"
 )
 
@@ -338,7 +338,7 @@ COMPILED = re.compile(
     [(75, None), (86, COMPILED), *(pytest.param(other, None, marks=pytest.mark.slow) for other in (80, 86, 89, 90, 120))],
 )
 def test_kernels_fit_without_spills(capability, chosen):
-    """Every launch that a run can have: on sm_75 those of GEGLU and rotary embeddings. By default those, and some of sm_86."""
+    """Every launch that a run can have: on sm_75 those without 8 bits. By default those, and some of sm_86."""
     pytest.importorskip("triton", minversion="3.4")  # the signature of ASTSource
     from benchmarks import kernel_resources
 
@@ -346,7 +346,7 @@ def test_kernels_fit_without_spills(capability, chosen):
     assert len(launches) >= (4 if capability == 75 else 10) * len(kernel_resources.PRECISIONS)
     if chosen is not None:
         launches = {name: each for name, each in launches.items() if chosen.fullmatch(name)}
-        assert {"multiply", "quantize", "gate", "rotation", "pixels", "convolve"} <= {
+        assert {"multiply", "quantize", "gate", "rotation", "Adafactor's", "pixels", "convolve"} <= {
             name.split(", ")[2].split()[0] for name in launches
         }
     for name, each in launches.items():
