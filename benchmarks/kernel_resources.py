@@ -3,9 +3,9 @@
     python -m benchmarks.kernel_resources [--capability 86]
 
 Needs no GPU: Triton and the ptxas that it brings compile for any. Every combination of format, precision, tile and row length
-that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are the kernels of gates, rotary embeddings and Adafactor.
-sm_75 has the latter alone. A kernel that needs more shared memory than a GPU gives to one block ends a run at its first step, and spilled
-registers make it slow.
+that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are the kernels of gates, rotary embeddings and
+Adafactor. sm_75 has the latter alone. A kernel that needs more shared memory than a GPU gives to one block ends a run at its
+first step, and spilled registers make it slow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step weights with Adafactor in two or three kernels, with ``--fused_operations``.
+"""Step weights with Adafactor in two or three kernels, with ``--fused_operations``, and with ``--speed auto`` after its trial.
 
 Memory bandwidth limits Adafactor's step: the usual operators move 126 bytes for each weight in bf16, which in a full
 fine-tune of FLUX is more than forward and backward together. :mod:`kohya_ext.kernels.adafactor` moves 22, and creates one
@@ -30,7 +30,7 @@ def _facts() -> Mapping[str, object]:
 def _step_param(original: Any, settings: Settings) -> Any:
     from kohya_ext.kernels import adafactor
 
-    works = switches.works(switches.FUSED_OPERATIONS, settings)
+    works = switches.works_in_steps(settings)
 
     @wraps(original)
     def adafactor_step_param(self: Any, p: Any, group: Any) -> None:
@@ -45,7 +45,7 @@ def _step_param(original: Any, settings: Settings) -> Any:
 def _step_all(original: Any, settings: Settings) -> Any:
     from kohya_ext.kernels import adafactor
 
-    works = switches.works(switches.FUSED_OPERATIONS, settings)
+    works = switches.works_in_steps(settings)
 
     @wraps(original)
     def step(self: Any, closure: Any = None) -> Any:

@@ -79,7 +79,7 @@ class _Release(TrainingCallback):
     accelerator: Accelerator | None = None
     """The run's, if the states are on the host."""
     fuses: Callable[[], bool] = lambda: False
-    """Whether fused operations work now."""
+    """Whether steps are fused now."""
     stepped: int = 0
     """Weights stepped in this run."""
     earlier: Any = 0.0
@@ -184,11 +184,11 @@ class _Release(TrainingCallback):
             self._hooks.pop().remove()
 
 
-def _fused_step(works: Callable[[], bool], optimizer: Any, *rest: Any) -> bool:
-    """Step a weight of Adafactor with its kernels, if fused operations work."""
+def _fused_step(works: Callable[[], bool], optimizer: Any, weight: Any, group: Any, rounding: StochasticRounding) -> bool:
+    """Step a weight of Adafactor with its kernels, if steps are fused."""
     from kohya_ext.kernels import adafactor
 
-    return works() and type(optimizer).__name__ == "Adafactor" and adafactor.step(optimizer, *rest)
+    return works() and type(optimizer).__name__ == "Adafactor" and adafactor.step(optimizer, weight, group, rounding.bits)
 
 
 def _optimizer(accelerator: Any) -> Any:
@@ -237,7 +237,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
         stop(f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process")
     rounding = StochasticRounding(accelerator.device, args.seed or 0) if settings[STOCHASTIC_ROUNDING] else None
     host = _host_states(accelerator) if settings[OPTIMIZER_STATES_ON_HOST] else None
-    fuses = switches.works(switches.FUSED_OPERATIONS, settings)
+    fuses = switches.works_in_steps(settings)
     return _Release(rounding, args.max_grad_norm or 0.0, host, accelerator, fuses)
 
 

@@ -35,10 +35,10 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import fresh_start, journal, last_step, step_times
-from kohya_ext.sdscripts.constraints import PRESERVATION
+from kohya_ext.sdscripts.constraints import PRESERVATION, Run
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.speed import hang, proof, switches, verdicts
-from kohya_ext.speed.switches import COMPILED_BLOCKS, CUDA_GRAPHS, Switch
+from kohya_ext.speed.switches import COMPILED_BLOCKS, CUDA_GRAPHS, FUSED_OPERATIONS, FUSED_STEPS, Switch
 from kohya_ext.speed.verdicts import Verdict
 
 SPEED = Option(
@@ -78,12 +78,18 @@ class _Speed(TrainingCallback):
         """The features that change results."""
         return [switch for switch in self.features if switch.exactness == "close"]
 
+    @property
+    def of_steps(self) -> list[Switch]:
+        """What works with any choice of a trial."""
+        uses_adafactor = Run("", vars(self.args)).uses_adafactor
+        return [FUSED_STEPS] if uses_adafactor and FUSED_OPERATIONS in self.features else []
+
     def on_state_load(self, folder: Path) -> None:
         self.of_state = verdicts.read_from_state(folder)
 
     def on_state_save(self, folder: Path) -> None:
         if self.close:
-            verdicts.write_to_state(folder, [switch.name for switch in self.close if switch.on])
+            verdicts.write_to_state(folder, [switch.name for switch in (*self.close, *self.of_steps) if switch.on])
 
     def before_batch(self, accelerator: Accelerator) -> None:
         if self.is_first and self.of_state is not None:
@@ -94,6 +100,8 @@ class _Speed(TrainingCallback):
         if self.is_first:
             self.is_first = False
             switches.use(self.chosen, self.decided)
+            if self.decided:
+                switches.use([switch.name for switch in self.of_steps], self.of_steps)
 
     def on_end(self) -> None:
         switches.reset()
@@ -114,13 +122,14 @@ class _Speed(TrainingCallback):
 
     def _continue(self, features: Sequence[str]) -> None:
         """Compute as the run of a state did."""
-        missing = [name for name in features if name not in {switch.name for switch in self.close}]
+        changing = [*self.close, *self.of_steps]
+        missing = [name for name in features if name not in {switch.name for switch in changing}]
         if missing:
             _report(
                 f"the resumed run computed with {switches.describe(missing)}, which this run does not use, so results "
                 "differ by rounding"
             )
-        switches.use(features, self.close)
+        switches.use(features, changing)
 
     def _choose(self, trained: Sequence[Any], forward: Any, args: Any, kwargs: Any) -> str | None:
         """Take the verdict that was kept for this machine, these settings and this batch, or that of a trial.

@@ -21,8 +21,8 @@ from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
 if TYPE_CHECKING:
     from kohya_ext.optimizers.host_states import HostStates
 
-FusedStep = Callable[[Any, Any, Mapping[str, Any], Callable[[Any], Any]], bool]
-"""A function of an optimizer, a weight, its group, and a function of random bits: ``kohya_ext.kernels.adafactor.step``."""
+FusedStep = Callable[[Any, Any, Mapping[str, Any], StochasticRounding], bool]
+"""A function of an optimizer, a weight, its options and their rounding."""
 
 PART = 2**22
 """Elements of a bf16 weight that are stepped together, if the optimizer treats each element by itself."""
@@ -125,7 +125,7 @@ class RoundedSteps(WeightSteps):
             super().step(weight)
             return
         with self._state_on_gpu(weight):
-            if self._fused(self.optimizer, weight, self.group(weight), self._rounding.bits):
+            if self._fused(self.optimizer, weight, self.group(weight), self._rounding):
                 weight.grad = None
                 return
             states = self.optimizer.state

@@ -33,6 +33,11 @@ COMPILED_BLOCKS = Switch("selective_torch_compile", "compiled blocks", "close")
 
 ALL = (CUDA_GRAPHS, FUSED_OPERATIONS, COMPILED_BLOCKS)
 
+FUSED_STEPS = Switch("fused_steps", "fused steps of Adafactor", "close")
+"""What fused operations do outside the passes that a trial compares. It needs their self-test, and works with any choice."""
+
+_EVERY = (*ALL, FUSED_STEPS)
+
 
 def may_choose(switch: Switch, settings: Settings) -> bool:
     """Return whether ``--speed`` may turn a feature on: its option is not given, and the results may change as it does."""
@@ -52,9 +57,15 @@ def works(switch: Switch, settings: Settings) -> Callable[[], bool]:
     return lambda: is_given or switch.on
 
 
+def works_in_steps(settings: Settings) -> Callable[[], bool]:
+    """Return a function that returns whether steps of the optimizer are fused now."""
+    works_in_passes = works(FUSED_OPERATIONS, settings)
+    return lambda: works_in_passes() or FUSED_STEPS.on
+
+
 def reset() -> None:
     """Let ``--speed`` turn on and decide about no feature."""
-    for switch in ALL:
+    for switch in _EVERY:
         switch.on = switch.is_paused = switch.is_chosen = False
 
 
@@ -72,4 +83,4 @@ def added() -> list[str]:
 
 def describe(features: Iterable[str]) -> str:
     """Return the features' names for a message."""
-    return " and ".join(switch.title for switch in ALL if switch.name in set(features)) or "eager passes"
+    return " and ".join(switch.title for switch in _EVERY if switch.name in set(features)) or "eager passes"

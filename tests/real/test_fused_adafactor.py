@@ -95,8 +95,8 @@ for theirs, ours in (STOCHASTIC, NEAREST):
         fused_adafactor._counts.clear()
         (expected, _), (results, _) = (trained(step, torch.bfloat16, options) for step in (theirs, ours))
         assert not fused_adafactor._counts["weights"] and all(torch.equal(*pair) for pair in zip(results, expected))
-def counted(*args):
-    stepped = adafactor.step(*args)
+def counted(optimizer, weight, group, rounding):
+    stepped = adafactor.step(optimizer, weight, group, rounding.bits)
     fused_adafactor._counts["weights"] += stepped
     return stepped
 

@@ -325,8 +325,8 @@ def test_kernels_equal_the_arithmetic_in_the_interpreter():
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 
-#: The launches of sm_86 that are compiled by default: gates, rotations and optimizer steps, the narrowest and widest rows, products with the
-#: fewest and the most conditions, and convolutions with the largest tiles.
+#: The launches of sm_86 that are compiled by default: gates, rotations and optimizer steps, the narrowest and widest rows,
+#: products with the fewest and the most conditions, and convolutions with the largest tiles.
 COMPILED = re.compile(
     r".*, bf16, ((gate|rotation|Adafactor's) .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA)"
     r"|pixels .*, 2560 channels|convolve .*, 128x128x128)"
