@@ -74,14 +74,16 @@ PATCH = Patch(
             "adafactor_step_param",
             _step_param,
             takes("self", "p", "group", exactly=True),
-            body=known_bodies({"52155a41b7c7": "since v0.9"}, helpers={"copy_stochastic_": {"f6bee152ec1c": "since v0.9"}}),
+            body=known_bodies(
+                {"52155a41b7c7": "since 2024-12"}, helpers={"copy_stochastic_": {"f6bee152ec1c": "since 2024-12"}}
+            ),
         ),
         Target(
             "transformers.optimization",
             "Adafactor.step",
             _step_all,
             takes("self", "closure", exactly=True),
-            body=known_bodies({"fc45d3498d53": "4.57"}, package="transformers"),
+            body=known_bodies({"fc45d3498d53": "4.36 to 5.0"}, package="transformers"),
         ),
     ),
     torch="2.6",
