@@ -1,6 +1,6 @@
 """Adafactor's step in two or three Triton kernels, which read each weight twice and its gradient two or three times.
 
-PyTorch's operators of the same step move 126 bytes for each bf16 weight, and create four float32 tensors of its shape.
+PyTorch's operators of the same step move 132 bytes for each bf16 weight, and create four float32 tensors of its shape.
 Values are computed in fp32, in the order of upstream's ``library/adafactor_fused.py``.
 """
 
