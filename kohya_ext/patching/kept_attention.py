@@ -71,6 +71,13 @@ class Store:
         result, self.results[number] = self.results[number][1], (None, None)
         return result
 
+    def pass_over(self) -> None:
+        """Count attention that no kernel here computes, so that all others have the same number in both passes."""
+        if self.taken is None:
+            self.results.append((None, None))
+        else:
+            self.taken += 1
+
 
 def current() -> Store | None:
     """Return the store of the checkpointed block that this thread runs."""
@@ -159,5 +166,6 @@ def attention(original: Any, store: Store, q: Any, k: Any, v: Any, is_causal: bo
         q, k, v = (value.to(torch.get_autocast_dtype(device)) for value in (q, k, v))
     kernel = kernel_of(q, k, v, is_causal, scale) if q.dim() == 4 else None
     if kernel is None:
+        store.pass_over()
         return original(q, k, v, is_causal=is_causal, scale=scale)
     return _Attention.apply(q, k, v, is_causal, scale, kernel, store)
