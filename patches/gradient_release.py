@@ -89,12 +89,17 @@ class _Release(TrainingCallback):
         """Hook the weights, once accelerate has prepared the optimizer and loaded a state."""
         if self._hooks:
             return
+        from kohya_ext.optimizers.host_states import states_on_gpu
+
         optimizer = _optimizer(accelerator)
         if self.host is not None:
             vars(optimizer).pop("load_state_dict", None)
             self.host.adopt(optimizer)
         with nullcontext() if self.host is None else without_states(optimizer):
             _check(optimizer)
+        if self.host is None:
+            for state, name, value in states_on_gpu(optimizer):
+                state[name] = value.to(accelerator.device)
         weights = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
         steps = self._steps(optimizer, weights)
         for weight in weights:

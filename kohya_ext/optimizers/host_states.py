@@ -8,7 +8,7 @@ of their own, and events order the copies and the kernels: the host does not wai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,16 +142,9 @@ class HostStates:
             torch.cuda.current_stream().wait_event(self._leaving.popleft()[0])
 
     def adopt(self, optimizer: Any) -> None:
-        """Move an optimizer's states, which a run resumes with, to the host's memory, and small ones to the weights' device."""
-        for group in optimizer.param_groups:
-            counts_on_gpu = group.get("fused") or group.get("capturable")
-            for weight in group["params"]:
-                state = optimizer.state.get(weight, {})
-                for name, value in state.items():
-                    if _is_moved(value):
-                        state[name] = self.memory.empty_like(value).copy_(value)
-                    elif isinstance(value, torch.Tensor) and (name != "step" or counts_on_gpu):
-                        state[name] = value.to(weight.device)
+        """Move an optimizer's states, which a run resumes with, to the host's memory, and small ones to the GPU."""
+        for state, name, value in states_on_gpu(optimizer):
+            state[name] = self.memory.empty_like(value).copy_(value) if _is_moved(value) else value.to(self.device)
 
     def end_step(self) -> None:
         """Take the order of this step for the next one, and let the next forward pass have the memory of this step's states."""
@@ -169,6 +162,21 @@ class HostStates:
 def _is_moved(value: Any) -> bool:
     """Return whether a state is moved. bitsandbytes' paged ones are the driver's to move."""
     return isinstance(value, torch.Tensor) and value.numel() >= _LEAST and not getattr(value, "is_paged", False)
+
+
+def states_on_gpu(optimizer: Any) -> Iterator[tuple[State, str, torch.Tensor]]:
+    """Yield (state of a weight, name, tensor) for the states that an optimizer has on the GPU: most count steps on the host.
+
+    A loaded state is on the host for the weights of swapped blocks, which are there while a run resumes. Those of bitsandbytes
+    that are paged are the driver's to move.
+    """
+    for group in optimizer.param_groups:
+        counts_on_gpu = group.get("fused") or group.get("capturable")
+        for state in (optimizer.state.get(weight, {}) for weight in group["params"]):
+            for name, value in state.items():
+                is_moved = isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False)
+                if is_moved and (name != "step" or counts_on_gpu):
+                    yield state, name, value
 
 
 def load_on_host(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:

@@ -29,6 +29,11 @@ class StochasticRounding:
         self._generator = torch.Generator(device=device)
         self._generator.manual_seed(seed)
 
+    @property
+    def device(self) -> Any:
+        """The device of all rounded values."""
+        return self._generator.device
+
     def copy(self, target: Any, value: Any) -> None:
         """Round a float32 tensor into a bf16 tensor of its shape. Needs 4 bytes per element for a moment.
 

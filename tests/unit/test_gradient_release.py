@@ -161,6 +161,9 @@ def test_weights_and_counts_are_those_of_usual_steps(kind):
 class _Nearest:
     """Rounding to nearest, with which steps in parts can be compared."""
 
+    def __init__(self, device="cpu"):
+        self.device = torch.device(device)
+
     def copy(self, target, value):
         target.copy_(value)
 
@@ -197,6 +200,29 @@ def test_states_of_a_resumed_run_move_to_one_piece_of_memory():
     for name in STATES:
         assert len({optimizer.state[weight][name].untyped_storage().data_ptr() for weight in weights}) == 1
         assert all(torch.equal(optimizer.state[weight][name], before[weight][name]) for weight in weights)
+
+
+def test_states_are_on_the_gpu_although_a_swapped_block_is_not():
+    weights = weights_of(torch.bfloat16)
+    steps = RoundedSteps(torch.optim.AdamW(weights), _Nearest("meta"), STATES, 64)
+    steps.reserve(weights)
+    assert {memory.device.type for memory in steps._reserved.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("counts_on_gpu", [False, True])
+def test_loaded_states_are_on_the_gpu_although_a_swapped_block_is_not(counts_on_gpu):
+    weights = weights_of()
+    optimizer = torch.optim.AdamW(weights, capturable=counts_on_gpu)
+    step = torch.tensor(2.0)
+    for weight in weights:
+        optimizer.state[weight] = {"step": step, "exp_avg": weight.detach().clone(), "exp_avg_sq": weight.detach().clone()}
+    accelerator = SimpleNamespace(device=torch.device("meta"), _optimizers=[SimpleNamespace(optimizer=optimizer)])
+    release = _Release(None, 0.0)
+    release.before_batch(accelerator)
+    release.on_end()
+    for weight in weights:
+        places = {name: value.device.type for name, value in optimizer.state[weight].items()}
+        assert places == {"step": "meta" if counts_on_gpu else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
 def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
