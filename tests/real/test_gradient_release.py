@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.real.test_losing_nothing import FULL, same
+from tests.real.test_losing_nothing import FULL, same, write_images_with_nan
 
 torch = pytest.importorskip("torch")
 tree_leaves = torch.utils._pytree.tree_leaves
@@ -81,6 +81,30 @@ def test_gradients_below_the_limit_are_not_changed(checkout, train):
     released = train(checkout, "flux_train.py", *options, RELEASE)
     assert "clips to --max_grad_norm 1e+06 by the norm of the last step" in released.output
     assert same(released.tensors, upstream.tensors)
+
+
+@pytest.mark.newest
+def test_a_skipped_step_holds_schedule_and_average_back_as_without_release(checkout, train, tmp_path):
+    from safetensors.torch import load_file
+
+    def run(*more):
+        write_images_with_nan(folder := tmp_path / str(len(more)))
+        options = (
+            "--train_data_dir",
+            str(folder),
+            "--cache_latents_to_disk",
+            "--caching_workers",
+            "0",
+            "--max_train_steps",
+            "8",
+        )
+        return train(checkout, FULL, *UNCLIPPED, "--lr_scheduler", "cosine", "--ema", *options, *more)
+
+    usual, released = run(), run(RELEASE)
+    assert_released(released)
+    assert released.output.count("skipped: loss or gradient is not finite") == 2
+    assert same(released.tensors, usual.tensors)
+    assert same(*(load_file(each.folder / "tiny-ema.safetensors") for each in (released, usual)))
 
 
 #: Case -> script and options. AdamW's states are bf16, and rounded, too; the states of Adafactor are float32.
