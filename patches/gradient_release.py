@@ -215,7 +215,8 @@ def _check(optimizer: Any) -> None:
     except Exception as problem:
         stop(f"--{RELEASE} could not try {name} on the host ({first_line(problem)}); {advice}")
     if not is_separate:
-        stop(f"--{RELEASE} cannot be combined with {name}, whose step depends on the gradients of all weights; {advice}")
+        reason = "whose step depends on the gradients of all weights or counts its calls"
+        stop(f"--{RELEASE} cannot be combined with {name}, {reason}; {advice}")
 
 
 def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:

@@ -75,6 +75,17 @@ class Averaging(torch.optim.Optimizer):
                 weight.sub_(weight.grad / group["means"][-1], alpha=group["lr"])
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer of nobody's package, whose first thousand calls of ``step`` are for warmup."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls > 1000:
+            super().step(closure)
+
+
 # --- rounding --------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +259,7 @@ def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
         ("transformers.optimization:Adafactor", True, frozenset(), False),
         ("prodigyopt:Prodigy", False, {*STATES, "s", "p0"}, False),
         (f"{__name__}:Averaging", False, frozenset(), False),
+        (f"{__name__}:Counting", False, frozenset(), True),
     ],
 )
 def test_probes_know_how_an_optimizer_treats_weights(kind, is_separate, states, is_elementwise):
