@@ -76,7 +76,7 @@ class _Release(TrainingCallback):
     host: HostStates | None = None
     """The optimizer's states on the host; None if they are on the GPU."""
     accelerator: Accelerator | None = None
-    """The run's, if the states are on the host."""
+    """The run's."""
     stepped: int = 0
     """Weights stepped in this run."""
     earlier: Any = 0.0
@@ -92,8 +92,8 @@ class _Release(TrainingCallback):
         from kohya_ext.optimizers.host_states import states_on_gpu
 
         optimizer = _optimizer(accelerator)
+        vars(optimizer).pop("load_state_dict", None)
         if self.host is not None:
-            vars(optimizer).pop("load_state_dict", None)
             self.host.adopt(optimizer)
         with nullcontext() if self.host is None else without_states(optimizer):
             _check(optimizer)
@@ -161,11 +161,12 @@ class _Release(TrainingCallback):
         """Read the norm of the last step and the rounding's random state."""
         import torch
 
-        if self.host is not None:
-            from kohya_ext.optimizers.host_states import load_on_host
+        from kohya_ext.optimizers.host_states import load_as_saved, load_on_host
 
-            optimizer = _optimizer(self.accelerator)
-            optimizer.load_state_dict = partial(load_on_host, optimizer, optimizer.load_state_dict)
+        optimizer = _optimizer(self.accelerator)
+        load = optimizer.load_state_dict
+        load = load if self.host is None else partial(load_on_host, optimizer, load)
+        optimizer.load_state_dict = partial(load_as_saved, optimizer, load)
         file = folder / FILE
         if not file.is_file():
             warn(f"{folder} was saved without --{RELEASE}, so the resumed run has no norm of its last step")

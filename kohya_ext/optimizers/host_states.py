@@ -194,3 +194,19 @@ def load_on_host(optimizer: Any, load: Callable[[Any], None], saved: Any) -> Non
         for weight, stand_in in stand_ins.items():
             if stand_in in optimizer.state:
                 optimizer.state[weight] = optimizer.state.pop(stand_in)
+
+
+def load_as_saved(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:
+    """Load a saved state with an optimizer's own ``load``, which would round float32 states to the type of bf16 weights."""
+    load(saved)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, weight in zip(numbers, weights, strict=True):
+        of_file, state = saved["state"].get(number, {}), optimizer.state.get(weight, {})
+        for name in state.keys() & of_file.keys():
+            state[name] = torch.utils._pytree.tree_map(_in_type_of_file, state[name], of_file[name])
+
+
+def _in_type_of_file(loaded: Any, of_file: Any) -> Any:
+    is_rounded = isinstance(loaded, torch.Tensor) and loaded.dtype is not of_file.dtype
+    return of_file.to(loaded.device) if is_rounded else loaded

@@ -107,11 +107,13 @@ def test_a_skipped_step_holds_schedule_and_average_back_as_without_release(check
     assert same(*(load_file(each.folder / "tiny-ema.safetensors") for each in (released, usual)))
 
 
-#: Case -> script and options. AdamW's states are bf16, and rounded, too; the states of Adafactor are float32.
+#: Case -> script and options. AdamW's states are bf16, and rounded, too; the states of Adafactor are float32, and of CAME both.
 RESUMED = {
     "stochastic rounding": (FULL, (*BF16, "--optimizer_type", "AdamW")),
     "clipping": ("flux_train.py", ("--max_grad_norm", "0.01")),
     "schedule-free": ("flux_train.py", (*UNCLIPPED, *OPTIMIZERS["AdamWScheduleFree"])),
+    "float32 states": ("flux_train.py", (*UNCLIPPED, *BF16, *OPTIMIZERS["Adafactor"])),
+    "CAME": ("flux_train.py", (*UNCLIPPED, *BF16, *OPTIMIZERS["CAME"])),
 }
 
 
@@ -121,6 +123,8 @@ RESUMED = {
         pytest.param("stochastic rounding", marks=pytest.mark.newest),
         pytest.param("clipping", marks=pytest.mark.oldest),
         pytest.param("schedule-free", marks=pytest.mark.thorough),
+        pytest.param("float32 states", marks=pytest.mark.newest),
+        pytest.param("CAME", marks=pytest.mark.thorough),
     ],
 )
 def test_resume_equals_the_undisturbed_run(checkout, train, case):
@@ -139,6 +143,7 @@ ON_HOST = {
     "fused AdamW": (FULL, (*UNCLIPPED, *BF16, "--optimizer_type", "AdamW", "--optimizer_args", "fused=True")),
     "AdamW8bit": ("flux_train.py", (*UNCLIPPED, "--optimizer_type", "AdamW8bit")),
     "Adafactor": ("flux_train.py", (*UNCLIPPED, *OPTIMIZERS["Adafactor"])),
+    "CAME": RESUMED["CAME"],
     "schedule-free": RESUMED["schedule-free"],
 }
 
