@@ -77,7 +77,7 @@ class _Release(TrainingCallback):
     host: HostStates | None = None
     """The optimizer's states on the host; None if they are on the GPU."""
     accelerator: Accelerator | None = None
-    """The run's, if the states are on the host."""
+    """The run's."""
     fuses: Callable[[], bool] = lambda: False
     """Whether steps are fused now."""
     stepped: int = 0
@@ -92,12 +92,17 @@ class _Release(TrainingCallback):
         """Hook the weights, once accelerate has prepared the optimizer and loaded a state."""
         if self._hooks:
             return
+        from kohya_ext.optimizers.host_states import states_on_gpu
+
         optimizer = _optimizer(accelerator)
+        vars(optimizer).pop("load_state_dict", None)
         if self.host is not None:
-            vars(optimizer).pop("load_state_dict", None)
             self.host.adopt(optimizer)
         with nullcontext() if self.host is None else without_states(optimizer):
             _check(optimizer)
+        if self.host is None:
+            for state, name, value in states_on_gpu(optimizer):
+                state[name] = value.to(accelerator.device)
         weights = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
         steps = self._steps(optimizer, weights)
         for weight in weights:
@@ -159,11 +164,12 @@ class _Release(TrainingCallback):
         """Read the norm of the last step and the rounding's random state."""
         import torch
 
-        if self.host is not None:
-            from kohya_ext.optimizers.host_states import load_on_host
+        from kohya_ext.optimizers.host_states import load_as_saved, load_on_host
 
-            optimizer = _optimizer(self.accelerator)
-            optimizer.load_state_dict = partial(load_on_host, optimizer, optimizer.load_state_dict)
+        optimizer = _optimizer(self.accelerator)
+        load = optimizer.load_state_dict
+        load = load if self.host is None else partial(load_on_host, optimizer, load)
+        optimizer.load_state_dict = partial(load_as_saved, optimizer, load)
         file = folder / FILE
         if not file.is_file():
             warn(f"{folder} was saved without --{RELEASE}, so the resumed run has no norm of its last step")
@@ -220,7 +226,8 @@ def _check(optimizer: Any) -> None:
     except Exception as problem:
         stop(f"--{RELEASE} could not try {name} on the host ({first_line(problem)}); {advice}")
     if not is_separate:
-        stop(f"--{RELEASE} cannot be combined with {name}, whose step depends on the gradients of all weights; {advice}")
+        reason = "whose step depends on the gradients of all weights or counts its calls"
+        stop(f"--{RELEASE} cannot be combined with {name}, {reason}; {advice}")
 
 
 def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:

@@ -7,13 +7,18 @@ bits. Attention with a mask, with dropout or by another library is recomputed as
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, boolean
+from kohya_ext.console import note
 from kohya_ext.patching.patch import Patch, Target
+from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.patching.types import Accelerator
 
 _counts: Counter[str] = Counter()
 
@@ -29,6 +34,25 @@ KEEP_ATTENTION = Option(
 
 def _facts() -> Mapping[str, object]:
     return dict(_counts)
+
+
+@dataclass
+class _FirstStep(TrainingCallback):
+    """Prints after the first batch whether the option does nothing."""
+
+    is_over: bool = False
+
+    def after_batch(self, accelerator: Accelerator) -> None:
+        if not self.is_over and not _counts["kept"]:
+            note(
+                "--keep_attention has no effect: no block that PyTorch checkpoints (--gradient_checkpointing) has PyTorch's "
+                "attention (--sdpa) without a mask"
+            )
+        self.is_over = True
+
+
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _FirstStep:
+    return _FirstStep()
 
 
 def _kept(original: Any, settings: Settings) -> Any:
@@ -48,10 +72,12 @@ def _kept(original: Any, settings: Settings) -> Any:
         **more: Any,
     ) -> Any:
         store = None if torch.compiler.is_compiling() else kept_attention.current()
-        if store is None or attn_mask is not None or dropout_p or more.get("enable_gqa"):
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
-        _counts["recorded" if store.taken is None else "kept"] += 1
-        return kept_attention.attention(original, store, query, key, value, is_causal, scale)
+        if store is not None and attn_mask is None and not dropout_p and not more.get("enable_gqa"):
+            result = kept_attention.attention(store, query, key, value, is_causal, scale)
+            if result is not None:
+                _counts["recorded" if store.taken is None else "kept"] += 1
+                return result
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
 
     return scaled_dot_product_attention
 
@@ -67,4 +93,6 @@ PATCH = Patch(
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
     wanted=lambda settings: settings[KEEP_ATTENTION],
     facts=_facts,
+    stage=Stage.COMPUTE,
+    on_start=_start,
 )

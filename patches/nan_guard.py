@@ -181,9 +181,10 @@ def _step(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
         guard = current(_Guard)
-        if guard is None or guard.fused or not self.gradient_state.sync_gradients:
+        if guard is None or not self.gradient_state.sync_gradients:
             return original(self, closure)
-        guard.bad = not guard.is_finite(self)
+        if not guard.fused:  # else the loss alone has decided, before the backward pass
+            guard.bad = not guard.is_finite(self)
         if self.scaler is not None:
             return original(self, closure)
         # accelerate's flag for a skipped step, which also holds back the learning rate scheduler.

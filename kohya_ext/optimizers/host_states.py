@@ -8,7 +8,7 @@ of their own, and events order the copies and the kernels: the host does not wai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,16 +142,9 @@ class HostStates:
             torch.cuda.current_stream().wait_event(self._leaving.popleft()[0])
 
     def adopt(self, optimizer: Any) -> None:
-        """Move an optimizer's states, which a run resumes with, to the host's memory, and small ones to the weights' device."""
-        for group in optimizer.param_groups:
-            counts_on_gpu = group.get("fused") or group.get("capturable")
-            for weight in group["params"]:
-                state = optimizer.state.get(weight, {})
-                for name, value in state.items():
-                    if _is_moved(value):
-                        state[name] = self.memory.empty_like(value).copy_(value)
-                    elif isinstance(value, torch.Tensor) and (name != "step" or counts_on_gpu):
-                        state[name] = value.to(weight.device)
+        """Move an optimizer's states, which a run resumes with, to the host's memory, and small ones to the GPU."""
+        for state, name, value in states_on_gpu(optimizer):
+            state[name] = self.memory.empty_like(value).copy_(value) if _is_moved(value) else value.to(self.device)
 
     def end_step(self) -> None:
         """Take the order of this step for the next one, and let the next forward pass have the memory of this step's states."""
@@ -171,6 +164,21 @@ def _is_moved(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() >= _LEAST and not getattr(value, "is_paged", False)
 
 
+def states_on_gpu(optimizer: Any) -> Iterator[tuple[State, str, torch.Tensor]]:
+    """Yield (state of a weight, name, tensor) for the states that an optimizer has on the GPU: most count steps on the host.
+
+    A loaded state is on the host for the weights of swapped blocks, which are there while a run resumes. Those of bitsandbytes
+    that are paged are the driver's to move.
+    """
+    for group in optimizer.param_groups:
+        counts_on_gpu = group.get("fused") or group.get("capturable")
+        for state in (optimizer.state.get(weight, {}) for weight in group["params"]):
+            for name, value in state.items():
+                is_moved = isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False)
+                if is_moved and (name != "step" or counts_on_gpu):
+                    yield state, name, value
+
+
 def load_on_host(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:
     """Load a saved state with an optimizer's own ``load``, which would move all of it to the devices of the weights."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -186,3 +194,19 @@ def load_on_host(optimizer: Any, load: Callable[[Any], None], saved: Any) -> Non
         for weight, stand_in in stand_ins.items():
             if stand_in in optimizer.state:
                 optimizer.state[weight] = optimizer.state.pop(stand_in)
+
+
+def load_as_saved(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:
+    """Load a saved state with an optimizer's own ``load``, which would round float32 states to the type of bf16 weights."""
+    load(saved)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, weight in zip(numbers, weights, strict=True):
+        of_file, state = saved["state"].get(number, {}), optimizer.state.get(weight, {})
+        for name in state.keys() & of_file.keys():
+            state[name] = torch.utils._pytree.tree_map(_in_type_of_file, state[name], of_file[name])
+
+
+def _in_type_of_file(loaded: Any, of_file: Any) -> Any:
+    is_rounded = isinstance(loaded, torch.Tensor) and loaded.dtype is not of_file.dtype
+    return of_file.to(loaded.device) if is_rounded else loaded

@@ -18,6 +18,9 @@ _STEPS = 8
 _SIDE = 8
 """Rows and columns of a small weight. Half of its elements are whole vectors of every CPU, and so computed like all of them."""
 
+_OF_SCHEDULERS = ("_step_count", "_opt_called")
+"""Attributes with which torch's schedulers count the calls of an optimizer's ``step``."""
+
 _on_the_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 """The context in which tensors have data; a dry run replaces it."""
 
@@ -45,9 +48,12 @@ def states_of_the_weights_type(optimizer: Any) -> frozenset[str]:
 def steps_weights_separately(optimizer: Any) -> bool:
     """Return whether weights that are stepped one at a time are those of the optimizer's usual steps, bit for bit.
 
-    Not with an optimizer whose step depends on the gradients of all weights. Raises what ``step`` raises.
+    Not with an optimizer whose step depends on the gradients of all weights, or that counts the calls of its ``step``: what
+    depends on such a count may differ after more steps than these. Raises what ``step`` raises.
     """
-    return bool(_on_the_side(optimizer, lambda: _agree(optimizer, _weights(2), _weights(2))))
+    before = _own_numbers(optimizer)
+    agree = _on_the_side(optimizer, lambda: _agree(optimizer, _weights(2), _weights(2)))
+    return bool(agree) and _own_numbers(optimizer) == before
 
 
 def steps_elements_separately(optimizer: Any, rounded_states: frozenset[str]) -> bool:
@@ -93,6 +99,15 @@ def _agree(optimizer: Any, together: Sequence[Any], apart: Sequence[Any]) -> boo
         step_groups(optimizer, [other])
     left, right = (torch.cat([weight.detach().view(-1) for weight in weights]) for weights in (together, apart))
     return bool(torch.equal(left, right))
+
+
+def _own_numbers(optimizer: Any) -> dict[Any, float]:
+    """Return the numbers that an optimizer keeps for all weights, and not in their groups."""
+    import torch
+
+    own = {("attribute", name): value for name, value in vars(optimizer).items() if name not in _OF_SCHEDULERS}
+    own |= {("state", key): value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return {key: value for key, value in own.items() if isinstance(value, (int, float))}
 
 
 def _give(weights: Sequence[Any], gradient: Any) -> None:

@@ -35,6 +35,11 @@ class StochasticRounding:
 
         return torch.empty_like(like, dtype=torch.int32).random_(0, 1 << _LOWER_BITS, generator=self._generator)
 
+    @property
+    def device(self) -> Any:
+        """The device of all rounded values."""
+        return self._generator.device
+
     def copy(self, target: Any, value: Any) -> None:
         """Round a float32 tensor into a bf16 tensor of its shape. Needs 4 bytes per element for a moment.
 

@@ -111,7 +111,7 @@ class RoundedSteps(WeightSteps):
                     self._reserve(name, together)
 
     def _reserve(self, name: str, weights: Sequence[Any]) -> None:
-        for weight, memory in zip(weights, _memory(weights), strict=True):
+        for weight, memory in zip(weights, _memory(weights, self._rounding.device), strict=True):
             state = self.optimizer.state.get(weight, {})
             if name in state:
                 memory.copy_(state[name])
@@ -199,12 +199,15 @@ def _chunks(weights: Iterable[Any]) -> Iterator[list[Any]]:
         yield together
 
 
-def _memory(weights: Sequence[Any]) -> list[Any]:
-    """Return bf16 tensors with the shapes of weights, in one piece of memory on their device."""
+def _memory(weights: Sequence[Any], device: Any) -> list[Any]:
+    """Return bf16 tensors with the shapes of weights, in one piece of memory on a device.
+
+    It is the GPU, also for a weight of a swapped block, which is on the host until it is stepped.
+    """
     import torch
 
     sizes = [-(-weight.numel() // _ALIGNED) * _ALIGNED for weight in weights]
-    whole = torch.empty(sum(sizes), dtype=torch.bfloat16, device=weights[0].device)
+    whole = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
     return [part[: weight.numel()].view(weight.shape) for weight, part in zip(weights, whole.split(sizes), strict=True)]
 
 

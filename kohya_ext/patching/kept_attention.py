@@ -71,6 +71,13 @@ class Store:
         result, self.results[number] = self.results[number][1], (None, None)
         return result
 
+    def pass_over(self) -> None:
+        """Count attention that no kernel here computes, so that all others have the same number in both passes."""
+        if self.taken is None:
+            self.results.append((None, None))
+        else:
+            self.taken += 1
+
 
 def current() -> Store | None:
     """Return the store of the checkpointed block that this thread runs."""
@@ -152,12 +159,13 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not
         return (*kernel.backward(gradient, q, k, v, result, is_causal, scale), None, None, None, None)
 
 
-def attention(original: Any, store: Store, q: Any, k: Any, v: Any, is_causal: bool, scale: float | None) -> Any:
-    """Return ``original(q, k, v)``, PyTorch's attention without a mask, with its result kept in or taken from a store."""
+def attention(store: Store, q: Any, k: Any, v: Any, is_causal: bool, scale: float | None) -> Any:
+    """Return PyTorch's attention without a mask, its result kept in or taken from a store; None without a kernel for it."""
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (value.to(torch.get_autocast_dtype(device)) for value in (q, k, v))
     kernel = kernel_of(q, k, v, is_causal, scale) if q.dim() == 4 else None
     if kernel is None:
-        return original(q, k, v, is_causal=is_causal, scale=scale)
+        store.pass_over()
+        return None
     return _Attention.apply(q, k, v, is_causal, scale, kernel, store)

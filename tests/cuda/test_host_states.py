@@ -1,4 +1,7 @@
-"""A fine-tune with optimizer states on the host: less memory on the virtual GPU, and no further waits for it."""
+"""A fine-tune with optimizer states on the host: less memory on the virtual GPU, and no further waits for it.
+
+Fine-tunes with swapped blocks resume, whose weights are on the host while their states are loaded.
+"""
 
 import pytest
 
@@ -31,3 +34,24 @@ def test_states_on_the_host_take_no_memory_of_the_gpu_between_steps(checkout, tr
         assert before.bytes - after.bytes >= states
     assert ours.peak < usual.peak
     assert not ours.unknown_calls
+
+
+@pytest.mark.thorough
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--no-stochastic_rounding",),
+        ("--optimizer_args", "fused=True"),
+        ("--optimizer_type", "AdamW8bit"),
+        ("--optimizer_type", "AdamW8bit", "--optimizer_states_on_host"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_with_swapped_blocks_resumes(checkout, train_on_gpu, more):
+    options = (*OPTIONS, "--blocks_to_swap", "2", *more)
+    run = train_on_gpu(checkout, "flux_train.py", *options, "--save_state", "--save_every_n_steps", "2")
+    assert run.code == 0, run.output[-4000:]
+    resumed = train_on_gpu(checkout, "flux_train.py", *options, "--resume", str(run.folder / "tiny-step00000002-state"))
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert "finished at step 4" in resumed.output

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.real.test_losing_nothing import FULL, same
+from tests.real.test_losing_nothing import FULL, same, write_images_with_nan
 
 torch = pytest.importorskip("torch")
 tree_leaves = torch.utils._pytree.tree_leaves
@@ -83,11 +83,37 @@ def test_gradients_below_the_limit_are_not_changed(checkout, train):
     assert same(released.tensors, upstream.tensors)
 
 
-#: Case -> script and options. AdamW's states are bf16, and rounded, too; the states of Adafactor are float32.
+@pytest.mark.newest
+def test_a_skipped_step_holds_schedule_and_average_back_as_without_release(checkout, train, tmp_path):
+    from safetensors.torch import load_file
+
+    def run(*more):
+        write_images_with_nan(folder := tmp_path / str(len(more)))
+        options = (
+            "--train_data_dir",
+            str(folder),
+            "--cache_latents_to_disk",
+            "--caching_workers",
+            "0",
+            "--max_train_steps",
+            "8",
+        )
+        return train(checkout, FULL, *UNCLIPPED, "--lr_scheduler", "cosine", "--ema", *options, *more)
+
+    usual, released = run(), run(RELEASE)
+    assert_released(released)
+    assert released.output.count("skipped: loss or gradient is not finite") == 2
+    assert same(released.tensors, usual.tensors)
+    assert same(*(load_file(each.folder / "tiny-ema.safetensors") for each in (released, usual)))
+
+
+#: Case -> script and options. AdamW's states are bf16, and rounded, too; the states of Adafactor are float32, and of CAME both.
 RESUMED = {
     "stochastic rounding": (FULL, (*BF16, "--optimizer_type", "AdamW")),
     "clipping": ("flux_train.py", ("--max_grad_norm", "0.01")),
     "schedule-free": ("flux_train.py", (*UNCLIPPED, *OPTIMIZERS["AdamWScheduleFree"])),
+    "float32 states": ("flux_train.py", (*UNCLIPPED, *BF16, *OPTIMIZERS["Adafactor"])),
+    "CAME": ("flux_train.py", (*UNCLIPPED, *BF16, *OPTIMIZERS["CAME"])),
 }
 
 
@@ -97,6 +123,8 @@ RESUMED = {
         pytest.param("stochastic rounding", marks=pytest.mark.newest),
         pytest.param("clipping", marks=pytest.mark.oldest),
         pytest.param("schedule-free", marks=pytest.mark.thorough),
+        pytest.param("float32 states", marks=pytest.mark.newest),
+        pytest.param("CAME", marks=pytest.mark.thorough),
     ],
 )
 def test_resume_equals_the_undisturbed_run(checkout, train, case):
@@ -115,6 +143,7 @@ ON_HOST = {
     "fused AdamW": (FULL, (*UNCLIPPED, *BF16, "--optimizer_type", "AdamW", "--optimizer_args", "fused=True")),
     "AdamW8bit": ("flux_train.py", (*UNCLIPPED, "--optimizer_type", "AdamW8bit")),
     "Adafactor": ("flux_train.py", (*UNCLIPPED, *OPTIMIZERS["Adafactor"])),
+    "CAME": RESUMED["CAME"],
     "schedule-free": RESUMED["schedule-free"],
 }
 

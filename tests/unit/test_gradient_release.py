@@ -17,11 +17,14 @@ from kohya_ext.patches.gradient_release import _Release  # noqa: E402
 from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.optimizers import probes, weight_steps  # noqa: E402
+from kohya_ext.optimizers.host_states import load_as_saved  # noqa: E402
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding  # noqa: E402
 from kohya_ext.optimizers.weight_steps import RoundedSteps, WeightSteps  # noqa: E402
 from kohya_ext.planning import automatic  # noqa: E402
 from kohya_ext.preflight import options  # noqa: E402
 from kohya_ext.sdscripts.constraints import stepping_in_backward  # noqa: E402
+
+tree_leaves = torch.utils._pytree.tree_leaves
 
 SHAPES = ((8, 6), (40, 30), (5,), (3, 4, 2))
 STATES = frozenset({"exp_avg", "exp_avg_sq"})
@@ -73,6 +76,17 @@ class Averaging(torch.optim.Optimizer):
                 group["means"].append(torch.stack([weight.grad.abs().mean() for weight in trained]).mean())
             for weight in trained:
                 weight.sub_(weight.grad / group["means"][-1], alpha=group["lr"])
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer of nobody's package, whose first thousand calls of ``step`` are for warmup."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls > 1000:
+            super().step(closure)
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------
@@ -161,6 +175,9 @@ def test_weights_and_counts_are_those_of_usual_steps(kind):
 class _Nearest:
     """Rounding to nearest, with which steps in parts can be compared."""
 
+    def __init__(self, device="cpu"):
+        self.device = torch.device(device)
+
     def copy(self, target, value):
         target.copy_(value)
 
@@ -199,6 +216,41 @@ def test_states_of_a_resumed_run_move_to_one_piece_of_memory():
         assert all(torch.equal(optimizer.state[weight][name], before[weight][name]) for weight in weights)
 
 
+def test_states_are_on_the_gpu_although_a_swapped_block_is_not():
+    weights = weights_of(torch.bfloat16)
+    steps = RoundedSteps(torch.optim.AdamW(weights), _Nearest("meta"), STATES, 64)
+    steps.reserve(weights)
+    assert {memory.device.type for memory in steps._reserved.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("counts_on_gpu", [False, True])
+def test_loaded_states_are_on_the_gpu_although_a_swapped_block_is_not(counts_on_gpu):
+    weights = weights_of()
+    optimizer = torch.optim.AdamW(weights, capturable=counts_on_gpu)
+    step = torch.tensor(2.0)
+    for weight in weights:
+        optimizer.state[weight] = {"step": step, "exp_avg": weight.detach().clone(), "exp_avg_sq": weight.detach().clone()}
+    accelerator = SimpleNamespace(device=torch.device("meta"), _optimizers=[SimpleNamespace(optimizer=optimizer)])
+    release = _Release(None, 0.0)
+    release.before_batch(accelerator)
+    release.on_end()
+    for weight in weights:
+        places = {name: value.device.type for name, value in optimizer.state[weight].items()}
+        assert places == {"step": "meta" if counts_on_gpu else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_float32_states_of_bf16_weights_are_loaded_as_they_were_saved():
+    optimizers = [torch.optim.AdamW(weights_of(torch.bfloat16)) for _ in range(2)]
+    for group in optimizers[0].param_groups:
+        for weight in group["params"]:
+            value = torch.full_like(weight.detach(), 1 + 2**-20, dtype=torch.float32)
+            optimizers[0].state[weight] = {"step": torch.tensor(3.0), "exp_avg": value, "of_sides": [value.double(), weight]}
+    load_as_saved(optimizers[1], optimizers[1].load_state_dict, optimizers[0].state_dict())
+    states = [each for optimizer in optimizers for each in tree_leaves([*optimizer.state.values()])]
+    assert len(states) == 2 * 4 * len(SHAPES)
+    torch.testing.assert_close(states[: len(states) // 2], states[len(states) // 2 :], rtol=0, atol=0)
+
+
 def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
     weights, optimizer = rounded_steps(64)
     single = RoundedSteps(optimizer, _Nearest(), STATES, 64)
@@ -222,6 +274,7 @@ def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
         ("transformers.optimization:Adafactor", True, frozenset(), False),
         ("prodigyopt:Prodigy", False, {*STATES, "s", "p0"}, False),
         (f"{__name__}:Averaging", False, frozenset(), False),
+        (f"{__name__}:Counting", False, frozenset(), True),
     ],
 )
 def test_probes_know_how_an_optimizer_treats_weights(kind, is_separate, states, is_elementwise):
@@ -290,7 +343,8 @@ def test_a_state_holds_the_norm_and_the_random_state(tmp_path):
     release.on_state_save(tmp_path)
     values = torch.randn(100)
     expected = release.rounding.rounded(values)
-    resumed = _Release(StochasticRounding("cpu", 2), 1.0)
+    accelerator = SimpleNamespace(_optimizers=[SimpleNamespace(optimizer=torch.optim.AdamW(weights_of()))])
+    resumed = _Release(StochasticRounding("cpu", 2), 1.0, accelerator=accelerator)
     resumed.on_state_load(tmp_path)
     assert clipped(resumed, [0.5]) == [pytest.approx([0.1])]
     assert torch.equal(resumed.rounding.rounded(values), expected)

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend  # noqa: 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.patching import kept_attention as kept_results  # noqa: E402
 from kohya_ext.patching.kept_attention import Store  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
@@ -100,6 +101,18 @@ def test_other_attention_is_recomputed(armed, arguments):
     kept_attention._counts.clear()
     results(block, False, torch.float32)
     assert not kept_attention._counts
+
+
+@pytest.mark.parametrize("unsupported", [0, 1, 2, 3])  # calls of both attentions in forward, and in the recomputation
+def test_a_kernel_that_only_one_pass_has_takes_no_result_of_another_attention(armed, monkeypatch, unsupported):
+    block, kernel_of, calls = Block(), kept_results.kernel_of, iter(range(4))
+    armed()
+    plain, _ = results(block, True, torch.float32)
+    armed(keep_attention=True)
+    monkeypatch.setattr(kept_results, "kernel_of", lambda *inputs: None if next(calls) == unsupported else kernel_of(*inputs))
+    kept, _ = results(block, True, torch.float32)
+    assert not list(calls)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept, plain, strict=True))
 
 
 def test_without_checkpointing_nothing_is_kept(armed):
