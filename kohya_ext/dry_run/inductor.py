@@ -2,7 +2,8 @@
 
 Dynamo traces the blocks as ``--selective_torch_compile`` compiles them, and inductor generates the code that it would run on
 an RTX 4090 (:mod:`inductor_gpu`): it partitions, fuses and reorders, and decides which buffers exist, when they
-are freed and which are written in place. The code then runs on fake tensors of the CPU. Its Triton kernels are never compiled.
+are freed and which are written in place. The code then runs on fake tensors of the CPU. Its Triton kernels are never compiled,
+but the memory in which a GPU would time them is logged (:mod:`autotuning`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kohya_ext.console import silent
 from kohya_ext.dry_run import inductor_gpu
+from kohya_ext.dry_run.autotuning import Timings
 from kohya_ext.dry_run.events import Kind
 from kohya_ext.dry_run.tracker import BACKWARD, Tracker
 from kohya_ext.dry_run.work import Launcher
@@ -91,6 +93,7 @@ def logging_to(
 
     improve, compile_inner = inductor._recursive_joint_graph_passes, inductor.compile_fx_inner
     failures: list[Exception] = []
+    timings = Timings(tracker, inductor_gpu.CACHE)
 
     def improve_and_move(lowering: ExitStack, traced: Any, *args: Any, **kwargs: Any) -> Any:
         """Run inductor's passes over forward and backward together, which compute constants, and move the result to the GPU."""
@@ -101,7 +104,7 @@ def logging_to(
         return improved
 
     def inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        load = partial(_Code, tracker, bool(kwargs.get("is_backward")))
+        load = partial(_Code, tracker, timings, bool(kwargs.get("is_backward")))
         given = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
         # The backward pass is compiled when it first runs, after compile_graph() has returned.
         with _recorded(failures), tracing_in(mode), _disable_current_modes(), _generating(load):
@@ -157,22 +160,25 @@ def _generating(load: Callable[[str], Any]) -> Iterator[None]:
         stack.enter_context(replaced(kernels, "triton_hash_with_backend", lambda: ""))
         stack.enter_context(inductor_gpu.present())
         stack.enter_context(replaced(PyCodeCache, "load_by_key_path", classmethod(load_by_key_path)))
-        stack.enter_context(replaced(AsyncCompile, "triton", lambda _, __, source, *___, **____: _Kernel(source)))
+        stack.enter_context(replaced(AsyncCompile, "triton", lambda _, name, source, *__, **___: _Kernel(name, source)))
         yield
 
 
 class _Kernel:
     """A kernel of the generated code, which only counts its work."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, name: str, source: str) -> None:
+        self._name, self._source = name, source
         self._updated = len({*re.findall(r"in_out_ptr\d+", source)})  # its first arguments
-        self.tracker: Tracker | None = None
+        self.timings: Timings | None = None
 
     def run(self, *values: Any, **_: Any) -> None:
         """Count the tensors as read or written, and those that it updates as both."""
-        assert self.tracker is not None
-        self.tracker.work.kernel(values, values[: self._updated], launcher=Launcher.ENGINE)
-        self.tracker.kernels += 1
+        assert self.timings is not None
+        self.timings.before_run(self._name, self._source, values)
+        tracker = self.timings.tracker
+        tracker.work.kernel(values, values[: self._updated], launcher=Launcher.ENGINE)
+        tracker.kernels += 1
 
     __call__ = run
 
@@ -180,14 +186,14 @@ class _Kernel:
 class _Code(types.ModuleType):
     """The module of the generated code, with its names replaced by functions of fake tensors."""
 
-    def __init__(self, tracker: Tracker, is_backward: bool, source: str) -> None:
+    def __init__(self, tracker: Tracker, timings: Timings, is_backward: bool, source: str) -> None:
         super().__init__("generated")
         self._tracker, self._is_backward = tracker, is_backward
         names = self.__dict__
         exec(compile(source, "generated", "exec"), names)
         for name, value in [*names.items()]:
             if isinstance(value, _Kernel):
-                value.tracker = tracker
+                value.timings = timings
             elif name.startswith("assert_"):
                 names[name] = _ignore
         names |= {
@@ -201,6 +207,9 @@ class _Code(types.ModuleType):
         tracker = self._tracker
         with tracker.paused():
             result = torch.empty_strided(size, stride, dtype=dtype, device=tracker.device)
+        if tracker.device is not None:
+            # FakeTensorMode's cache has the device that an equal tensor of the forward pass said it was on: the CPU's.
+            result.fake_device = tracker.device
         tracker.record(result, Kind.RECOMPUTED if tracker.phase == BACKWARD and not self._is_backward else Kind.TEMPORARY)
         return result
 

@@ -21,6 +21,9 @@ _aten = torch.ops.aten
 
 GPU = torch.device("cuda", 0)
 
+#: Bytes of the L2 cache of an RTX 4090.
+CACHE = 72 * 2**20
+
 #: The properties of an RTX 4090 on which inductor's decisions depend.
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA GeForce RTX 4090",
@@ -34,7 +37,7 @@ _PROPERTIES = SimpleNamespace(
     shared_memory_per_block_optin=101376,
     shared_memory_per_multiprocessor=102400,
     warp_size=32,
-    L2_cache_size=72 * 2**20,
+    L2_cache_size=CACHE,
     total_memory=24 * 2**30,
 )
 
