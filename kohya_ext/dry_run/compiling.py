@@ -27,10 +27,10 @@ def prepare() -> None:
 
 
 @contextmanager
-def compiled_blocks(mode: Any, tracker: Tracker) -> Iterator[Callable[[], None]]:
+def compiled_blocks(tracker: Tracker) -> Iterator[Callable[[], None]]:
     """Compile blocks inside the block, for the rest of the process; yield the check of :func:`inductor.logging_to`."""
     _compile_as_the_cpus()
-    with inductor.logging_to(mode, tracker, lambda: device.compiled(0)) as check:
+    with inductor.logging_to(tracker, lambda: device.compiled(0)) as check:
         yield lambda: _check(check)
 
 

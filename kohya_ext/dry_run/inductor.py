@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
@@ -72,17 +73,8 @@ def traceable() -> FakeTensorMode:
 
 
 @contextmanager
-def tracing_in(mode: Any) -> Iterator[None]:
-    """Trace AOTAutograd in the tensors' own fake mode: dynamo creates another one before about torch 2.7."""
-    from torch._guards import TracingContext
-
-    with replaced(TracingContext.get(), "fake_mode", mode):
-        yield
-
-
-@contextmanager
 def logging_to(
-    mode: Any, tracker: Tracker, on_gpu: Callable[[], AbstractContextManager[None]] = nullcontext
+    tracker: Tracker, on_gpu: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[Callable[[], None]]:
     """Register the backend inside the block: compiled blocks log to ``tracker`` the tensors that their code allocates.
 
@@ -100,25 +92,37 @@ def logging_to(
         improved = improve(traced, *args, **kwargs) or traced  # torch 2.6 improves it in place and returns nothing
         lowering.enter_context(on_gpu())
         with _disable_current_modes():
-            inductor_gpu.move(improved, mode)
+            inductor_gpu.move(improved, TracingContext.get().fake_mode)
         return improved
 
     def inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
         load = partial(_Code, tracker, timings, bool(kwargs.get("is_backward")))
         given = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
         # The backward pass is compiled when it first runs, after compile_graph() has returned.
-        with _recorded(failures), tracing_in(mode), _disable_current_modes(), _generating(load):
+        with _recorded(failures), _disable_current_modes(), _generating(load):
             return compile_inner(graph_module, given, **kwargs)
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Any:
-        with _recorded(failures), tracing_in(mode), inductor_gpu.present(), ExitStack() as lowering:
+        with _recorded(failures), inductor_gpu.present(), ExitStack() as lowering:
             moving = partial(improve_and_move, lowering)
             with replaced(inductor, "_recursive_joint_graph_passes", moving):
-                return inductor.compile_fx(traced, inputs, inner_compile=inner)
+                return inductor.compile_fx(traced, _traced(inputs), inner_compile=inner)
 
     with registered_backend(BACKEND, compile_graph):
         yield partial(_check, failures)
     _check(failures)
+
+
+def _traced(inputs: Sequence[Any]) -> list[Any]:
+    """Return a graph's inputs as tensors of the mode that it is traced in, with the dimensions that Dynamo made dynamic."""
+    context = TracingContext.get()
+
+    def traced(tensor: Any) -> Any:
+        dimensions = context.tensor_to_context.get(tensor)
+        source = None if dimensions is None else dimensions.tensor_source
+        return context.fake_mode.from_tensor(tensor, source=source, symbolic_context=dimensions)
+
+    return [traced(value) if isinstance(value, torch.Tensor) else value for value in inputs]
 
 
 def _check(failures: Sequence[Exception]) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _triton
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.dry_run import autotuning, estimation, inductor_gpu
 from kohya_ext.dry_run.allocator import CachingAllocator
-from kohya_ext.dry_run.events import RELEASE, Event
+from kohya_ext.dry_run.events import RELEASE, Event, Kind
 from kohya_ext.dry_run.inductor import BACKEND, logging_to, traceable
 from kohya_ext.dry_run.tracker import Tracker
 from kohya_ext.errors import UserError
@@ -34,7 +34,7 @@ def logged(function: Callable[[Any], Any]) -> list[Event]:
 def logs(function: Callable[[Any], Any]) -> tuple[list[Event], list[Event]]:
     """Return the events of two calls of a function of a bf16 tensor. The first one compiles it."""
     mode, tracker = traceable(), Tracker()
-    with mode, logging_to(mode, tracker):
+    with mode, logging_to(tracker):
         given = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         compiled = torch.compile(function, backend=BACKEND)
         compiled(given)
@@ -125,7 +125,7 @@ device.install()
 cuda_functions.install(tracker.release_unused)
 mode = tracker.values.mode = traceable()
 counts = []
-with mode, tracker, compiling.compiled_blocks(mode, tracker):
+with mode, tracker, compiling.compiled_blocks(tracker):
     breaks = graph_breaks.breaks_the_graph(breaking), graph_breaks.breaks_the_graph(lambda: (abs, (torch.zeros(1),)))
     weight = torch.zeros(128, 256, device="cuda", requires_grad=True)
     for run in (block, torch.compile(block, backend=lookup_backend(BACKEND))):
@@ -153,6 +153,26 @@ def test_a_backward_pass_allocates_on_the_gpu_and_probes_trace() -> None:
     assert breaks == [True, False]
     assert compiled == eager == 6 * 2 * 256 * 256 * 128
     assert allocated == 1
+
+
+def test_a_second_size_has_a_graph_for_all_sizes() -> None:
+    """Dynamo makes the size dynamic, and no third graph: each call allocates what its own size needs."""
+    pytest.importorskip("triton")
+    mode, tracker = traceable(), Tracker()
+    sizes = []
+    with mode, logging_to(tracker):
+        compiled = torch.compile(lambda given: (given @ given.t()) * 2 + 1, backend=BACKEND)
+        for rows in (64, 32, 128):
+            given = torch.zeros(rows, WIDTH)
+            start = len(tracker.events)
+            with tracker:
+                result = compiled(given)
+            allocated = [event for event in tracker.events[start:] if event.bytes > 0]
+            sizes += [event.bytes for event in allocated if tracker.kinds[event.storage] is Kind.TEMPORARY]
+            del result
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert sizes == [4 * rows**2 for rows in (64, 32, 128)]
+    assert graphs == 2
 
 
 def test_a_block_that_cannot_be_compiled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
