@@ -212,7 +212,7 @@ class _Code(types.ModuleType):
         with tracker.paused():
             result = torch.empty_strided(size, stride, dtype=dtype, device=tracker.device)
         if tracker.device is not None:
-            # FakeTensorMode's cache has the device that an equal tensor of the forward pass said it was on: the CPU's.
+            # FakeTensorMode's cache has the device that an equal tensor reported in the forward pass: the CPU.
             result.fake_device = tracker.device
         tracker.record(result, Kind.RECOMPUTED if tracker.phase == BACKWARD and not self._is_backward else Kind.TEMPORARY)
         return result
