@@ -211,9 +211,6 @@ class _Code(types.ModuleType):
         tracker = self._tracker
         with tracker.paused():
             result = torch.empty_strided(size, stride, dtype=dtype, device=tracker.device)
-        if tracker.device is not None:
-            # FakeTensorMode's cache has the device that an equal tensor reported in the forward pass: the CPU.
-            result.fake_device = tracker.device
         tracker.record(result, Kind.RECOMPUTED if tracker.phase == BACKWARD and not self._is_backward else Kind.TEMPORARY)
         return result
 
