@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -205,7 +205,16 @@ class _Code(types.ModuleType):
             "reinterpret_tensor": self._view,
             "extern_kernels": _Products(tracker, names["extern_kernels"]),
             "get_raw_stream": _ignore,
+            "call": partial(self._call, names["call"]),
         }
+
+    def _call(self, call: Callable[[Any], Any], args: Any) -> Any:
+        """Run the code. What the forward pass saves is on the GPU, like its results: there it was the CPU's."""
+        results = call(args)
+        for value in results if self._tracker.device is not None else ():
+            if isinstance(value, FakeTensor):
+                value.fake_device = self._tracker.device
+        return results
 
     def _empty(self, size: Any, stride: Any, dtype: Any) -> Any:
         tracker = self._tracker
