@@ -176,6 +176,18 @@ def test_a_second_size_has_a_graph_for_all_sizes() -> None:
     assert counts["unique_graphs"] - before == 2
 
 
+@pytest.mark.parametrize(("length", "stride"), [(24, 24), (20, 24), (16, 16)])
+def test_masks_of_attention_have_aligned_rows(length: int, stride: int) -> None:
+    """As CUDA's memory-efficient attention needs them: it reads 8 elements at once."""
+    graph = torch.fx.Graph()
+    mask = graph.placeholder("mask")
+    value = mask.meta["val"] = torch.rand(2, 1, 4, length)
+    graph.output(inductor_gpu._padded(mask))
+    padded = torch.fx.GraphModule({}, graph)(value)
+    assert torch.equal(padded, value)
+    assert padded.stride() == (4 * stride, 4 * stride, stride, 1)
+
+
 def test_a_block_that_cannot_be_compiled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo runs it eager, as in a run. Its log would be that of a run without compiled blocks."""
 
