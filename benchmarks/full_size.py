@@ -269,12 +269,14 @@ def run_worker(
 
     Return its result, with ``failed`` if it has not counted ``passes``.
     """
-    result = scratch / "result.json"
+    result, compiled = scratch / "result.json", scratch / "compiled"
     result.unlink(missing_ok=True)
+    shutil.rmtree(compiled, ignore_errors=True)
     launcher = shlex.split(given.launcher.format(python=shlex.quote(given.python), memory=f"{card // 2**20}MiB"))
     variables = variables | {
         "PYTHONPATH": environment.python_path(results.ROOT),
         "KOHYA_EXT_CACHE": str(scratch / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled),  # kernels in the user's folder are not timed again
         "TQDM_DISABLE": "1",
     }
     module, *options = worker

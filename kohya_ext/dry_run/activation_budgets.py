@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.dry_run.device import device_for_cpp
-from kohya_ext.dry_run.inductor import registered_backend, tracing_in
+from kohya_ext.dry_run.inductor import registered_backend
 from kohya_ext.dry_run.tracker import DEVICE, Tracker
+from kohya_ext.patching.attributes import replaced
 
 #: The backend's name for torch.compile.
 BACKEND = "kohya_ext_budgets"
@@ -82,7 +84,7 @@ def collecting(mode: Any, running: Callable[[], AbstractContextManager[None]] = 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = Graph(_newest_class(seen), _largest(inputs))
         graphs.append(graph)
-        with tracing_in(mode):
+        with _tracing_in(mode):
             graph.budgets = _partition(traced, [_on_cpu(value, mode) for value in inputs])
 
         def run(*given: Any) -> Any:
@@ -102,6 +104,13 @@ def collecting(mode: Any, running: Callable[[], AbstractContextManager[None]] = 
 
     with registered_backend(BACKEND, compile_graph):
         yield graphs
+
+
+@contextmanager
+def _tracing_in(mode: Any) -> Iterator[None]:
+    """Trace AOTAutograd in the tensors' own fake mode: dynamo creates another one before about torch 2.7."""
+    with replaced(TracingContext.get(), "fake_mode", mode):
+        yield
 
 
 def _on_cpu(value: Any, mode: Any) -> Any:

@@ -69,7 +69,7 @@ class CachingAllocator:
 
         Private pools, of CUDA graphs, are above 0 and keep their segments. Pools of streams are 0 and below.
         """
-        size = -(-max(size, 1) // MIN_BLOCK) * MIN_BLOCK
+        size = rounded(max(size, 1))
         key = pool, size <= SMALL
         free = self._free[key]
         index = self._best_fit(free, size)
@@ -91,7 +91,7 @@ class CachingAllocator:
         """Replay a log of events."""
         for event in events:
             if event.phase == RELEASE:
-                self.release_unused()
+                self.release_unused(event.pool)
                 continue
             if event.bytes > 0:
                 before = self.most_reserved
@@ -131,12 +131,18 @@ class CachingAllocator:
         self.reserved += size
         self.most_reserved = max(self.most_reserved, self.reserved)
 
-    def release_unused(self) -> None:
-        """Return unused segments to the driver: ``torch.cuda.empty_cache``, and before an out-of-memory error."""
-        for free in (self._free[pool] for pool in [*self._free] if pool[0] <= 0):
+    def release_unused(self, pool: int = 0) -> None:
+        """Return unused segments to the driver: those of a private pool that ends, or for 0 those of all streams.
+
+        The latter is ``torch.cuda.empty_cache``, and happens before an out-of-memory error.
+        """
+        for free in [self._free[key] for key in self._released(pool)]:
             divided = [row for row in free if row[2].before is not None or row[2].after is not None]
             self.reserved -= sum(size for size, _, _ in free) - sum(size for size, _, _ in divided)
             free[:] = divided
+
+    def _released(self, pool: int) -> list[tuple[int, bool]]:
+        return [key for key in self._free if key[0] == pool or key[0] <= pool == 0]
 
     def _merge(self, block: _Block) -> _Block:
         """Make a block free, merged with its free neighbours, and return the result."""
@@ -199,11 +205,11 @@ class ExpandableAllocator(CachingAllocator):
         block.mapped = True
         return self._merge(block)
 
-    def release_unused(self) -> None:
+    def release_unused(self, pool: int = 0) -> None:
         """Return the unused pages to the driver."""
-        for pool in [pool for pool in self._free if pool[0] <= 0]:
-            page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-            for _, _, block in [*self._free[pool]]:
+        for key in self._released(pool):
+            page = SMALL_SEGMENT if key[1] else LARGE_SEGMENT
+            for _, _, block in [*self._free[key]]:
                 start, end = -(-block.address // page) * page, (block.address + block.size) // page * page
                 if start < end:
                     self._unmap(block, start, end)
@@ -261,6 +267,11 @@ def minimum_reserved(
         except MemoryError:
             too_small = limit
     return enough
+
+
+def rounded(size: int) -> int:
+    """Return the bytes of a block for a tensor of ``size`` bytes."""
+    return -(-size // MIN_BLOCK) * MIN_BLOCK
 
 
 def _split(block: _Block, size: int) -> _Block:

@@ -31,7 +31,7 @@ _SAMPLING = "sample_"
 """The beginning of the options for sample images."""
 
 #: Options of a run with compiled blocks.
-COMPILED = {"compile_mode": "default", "compile_dynamic": "false"}
+COMPILED = {"compile_mode": "default"}
 
 #: Micro-steps of a step that is estimated: the first, those that add to its gradients, and the last.
 MICRO_STEPS = 3

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from kohya_ext.compiling import graph_breaks
 from kohya_ext.compiling.blocks import RUN
 from kohya_ext.dry_run import activation_budgets, device, inductor
 from kohya_ext.dry_run.gpu_tracker import GpuTracker
 from kohya_ext.dry_run.tracker import Tracker
 from kohya_ext.errors import UserError
+from kohya_ext.patching.attributes import replaced
 
 
 def prepare() -> None:
@@ -24,10 +27,10 @@ def prepare() -> None:
 
 
 @contextmanager
-def compiled_blocks(mode: Any, tracker: Tracker) -> Iterator[Callable[[], None]]:
+def compiled_blocks(tracker: Tracker) -> Iterator[Callable[[], None]]:
     """Compile blocks inside the block, for the rest of the process; yield the check of :func:`inductor.logging_to`."""
     _compile_as_the_cpus()
-    with inductor.logging_to(mode, tracker, lambda: device.compiled(0)) as check:
+    with inductor.logging_to(tracker, lambda: device.compiled(0)) as check:
         yield lambda: _check(check)
 
 
@@ -41,9 +44,21 @@ def budgets_of_blocks(mode: Any) -> Iterator[list[activation_budgets.Graph]]:
 
 def _compile_as_the_cpus() -> None:
     compile_function = torch.compile
+    _probe_with_data(compile_function)
     torch.compile = lambda function=None, **options: _compiled(compile_function, function, options)
     FakeTensor.device = property(device.device_for_python)
     setattr(GpuTracker, "__torch_dispatch__", torch._disable_dynamo(GpuTracker.__torch_dispatch__))  # noqa: B010
+
+
+def _probe_with_data(compile_function: Any) -> None:
+    """Let the probes for graph breaks trace their examples as in a run: by ``torch.compile`` itself, on tensors with data."""
+    breaks_the_graph = graph_breaks.breaks_the_graph
+
+    def breaks(example: Any) -> bool:
+        with _disable_current_modes(), replaced(torch, "compile", compile_function):
+            return breaks_the_graph(example)
+
+    graph_breaks.breaks_the_graph = breaks
 
 
 def _check(check: Callable[[], None]) -> None:

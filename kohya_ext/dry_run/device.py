@@ -25,6 +25,7 @@ _to, _numpy, _numbers = torch.Tensor.to, torch.Tensor.numpy, torch.FloatTensor
 _get_data, _set_data = torch._C.TensorBase.data.__get__, torch._C.TensorBase.data.__set__
 _requested_moves = 0  # above 0 while a move that Python asked for runs: "cpu" then means the host
 _creating_on_gpu = False  # whether C++ makes tensors from nothing for the GPU now
+_caches: tuple[dict[Any, Any], dict[Any, Any]] = (FakeTensorMode.cache, {})
 _in_compiled = 0  # above 0 while compiled code is traced or runs: all of its tensors are on the GPU, and say "cpu" to Python
 
 
@@ -40,13 +41,18 @@ def device_for_python(tensor: FakeTensor) -> torch.device:
 
 @contextmanager
 def compiled(depth: int = 1) -> Iterator[None]:
-    """Trace and run compiled code inside the block; with ``depth`` 0 again all other code."""
+    """Trace and run compiled code inside the block; with ``depth`` 0 again all other code.
+
+    FakeTensorMode's cache has the device that a result reports to Python, so each of both has a cache of its own.
+    """
     global _in_compiled
     before, _in_compiled = _in_compiled, depth
+    FakeTensorMode.cache = _caches[_in_compiled > 0]
     try:
         yield
     finally:
         _in_compiled = before
+        FakeTensorMode.cache = _caches[_in_compiled > 0]
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def budgets(checkout: Checkout, command: CommandLine) -> list[dict[str, Any]]:
     if command.settings["base_precision"]:
         raise UserError("budgets of a run with --base_precision cannot be computed; remove it")
     changes = {"selective_torch_compile": True, "gradient_checkpointing": False, "gradient_checkpointing_ratio": None}
-    traced = command.with_({**changes, "activation_memory_budget": 0.0})
+    traced = command.with_({**changes, "activation_memory_budget": 0.0, "compile_dynamic": "false"})  # a graph for each size
     _check(traced, _configuration(checkout, traced))
     _, graphs = _ran(checkout, traced, budgets=True)
     if not graphs:

@@ -28,18 +28,18 @@ class Kind(str, Enum):
     WORKSPACE = "workspaces"
 
 
-#: The phase of an event that returns unused segments to the driver: ``torch.cuda.empty_cache``.
+#: The phase of an event that returns unused segments to the driver: ``torch.cuda.empty_cache``, or the end of a private pool.
 RELEASE = "release"
 
 
 class Event(NamedTuple):
-    """An allocation (``bytes`` > 0) or a free (< 0) of a storage. In the phase :data:`RELEASE` it is about no storage."""
+    """An allocation (``bytes`` > 0) or a free (< 0) of a storage. In the phase :data:`RELEASE` it is about a pool instead."""
 
     storage: int
     bytes: int
     phase: str
     pool: int = 0
-    """The pool of an allocation: 0 of the main stream, below 0 of another one."""
+    """The pool of an allocation: 0 of the main stream, below 0 of another one, above 0 a private one."""
 
 
 @dataclass(frozen=True)

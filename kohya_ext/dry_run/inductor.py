@@ -2,7 +2,8 @@
 
 Dynamo traces the blocks as ``--selective_torch_compile`` compiles them, and inductor generates the code that it would run on
 an RTX 4090 (:mod:`inductor_gpu`): it partitions, fuses and reorders, and decides which buffers exist, when they
-are freed and which are written in place. The code then runs on fake tensors of the CPU. Its Triton kernels are never compiled.
+are freed and which are written in place. The code then runs on fake tensors of the CPU. Its Triton kernels are never compiled,
+but the memory in which a GPU would time them is logged (:mod:`autotuning`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kohya_ext.console import silent
 from kohya_ext.dry_run import inductor_gpu
+from kohya_ext.dry_run.autotuning import Timings
 from kohya_ext.dry_run.events import Kind
 from kohya_ext.dry_run.tracker import BACKWARD, Tracker
 from kohya_ext.dry_run.work import Launcher
@@ -70,17 +73,8 @@ def traceable() -> FakeTensorMode:
 
 
 @contextmanager
-def tracing_in(mode: Any) -> Iterator[None]:
-    """Trace AOTAutograd in the tensors' own fake mode: dynamo creates another one before about torch 2.7."""
-    from torch._guards import TracingContext
-
-    with replaced(TracingContext.get(), "fake_mode", mode):
-        yield
-
-
-@contextmanager
 def logging_to(
-    mode: Any, tracker: Tracker, on_gpu: Callable[[], AbstractContextManager[None]] = nullcontext
+    tracker: Tracker, on_gpu: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[Callable[[], None]]:
     """Register the backend inside the block: compiled blocks log to ``tracker`` the tensors that their code allocates.
 
@@ -91,31 +85,44 @@ def logging_to(
 
     improve, compile_inner = inductor._recursive_joint_graph_passes, inductor.compile_fx_inner
     failures: list[Exception] = []
+    timings = Timings(tracker, inductor_gpu.CACHE)
 
     def improve_and_move(lowering: ExitStack, traced: Any, *args: Any, **kwargs: Any) -> Any:
         """Run inductor's passes over forward and backward together, which compute constants, and move the result to the GPU."""
         improved = improve(traced, *args, **kwargs) or traced  # torch 2.6 improves it in place and returns nothing
         lowering.enter_context(on_gpu())
         with _disable_current_modes():
-            inductor_gpu.move(improved, mode)
+            inductor_gpu.move(improved, TracingContext.get().fake_mode)
         return improved
 
     def inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        load = partial(_Code, tracker, bool(kwargs.get("is_backward")))
+        load = partial(_Code, tracker, timings, bool(kwargs.get("is_backward")))
         given = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
         # The backward pass is compiled when it first runs, after compile_graph() has returned.
-        with _recorded(failures), tracing_in(mode), _disable_current_modes(), _generating(load):
+        with _recorded(failures), _disable_current_modes(), _generating(load):
             return compile_inner(graph_module, given, **kwargs)
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Any:
-        with _recorded(failures), tracing_in(mode), inductor_gpu.present(), ExitStack() as lowering:
+        with _recorded(failures), inductor_gpu.present(), ExitStack() as lowering:
             moving = partial(improve_and_move, lowering)
             with replaced(inductor, "_recursive_joint_graph_passes", moving):
-                return inductor.compile_fx(traced, inputs, inner_compile=inner)
+                return inductor.compile_fx(traced, _traced(inputs), inner_compile=inner)
 
     with registered_backend(BACKEND, compile_graph):
         yield partial(_check, failures)
     _check(failures)
+
+
+def _traced(inputs: Sequence[Any]) -> list[Any]:
+    """Return a graph's inputs as tensors of the mode that it is traced in, with the dimensions that Dynamo made dynamic."""
+    context = TracingContext.get()
+
+    def traced(tensor: Any) -> Any:
+        dimensions = context.tensor_to_context.get(tensor)
+        source = None if dimensions is None else dimensions.tensor_source
+        return context.fake_mode.from_tensor(tensor, source=source, symbolic_context=dimensions)
+
+    return [traced(value) if isinstance(value, torch.Tensor) else value for value in inputs]
 
 
 def _check(failures: Sequence[Exception]) -> None:
@@ -157,22 +164,25 @@ def _generating(load: Callable[[str], Any]) -> Iterator[None]:
         stack.enter_context(replaced(kernels, "triton_hash_with_backend", lambda: ""))
         stack.enter_context(inductor_gpu.present())
         stack.enter_context(replaced(PyCodeCache, "load_by_key_path", classmethod(load_by_key_path)))
-        stack.enter_context(replaced(AsyncCompile, "triton", lambda _, __, source, *___, **____: _Kernel(source)))
+        stack.enter_context(replaced(AsyncCompile, "triton", lambda _, name, source, *__, **___: _Kernel(name, source)))
         yield
 
 
 class _Kernel:
     """A kernel of the generated code, which only counts its work."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, name: str, source: str) -> None:
+        self._name, self._source = name, source
         self._updated = len({*re.findall(r"in_out_ptr\d+", source)})  # its first arguments
-        self.tracker: Tracker | None = None
+        self.timings: Timings | None = None
 
     def run(self, *values: Any, **_: Any) -> None:
         """Count the tensors as read or written, and those that it updates as both."""
-        assert self.tracker is not None
-        self.tracker.work.kernel(values, values[: self._updated], launcher=Launcher.ENGINE)
-        self.tracker.kernels += 1
+        assert self.timings is not None
+        self.timings.before_run(self._name, self._source, values)
+        tracker = self.timings.tracker
+        tracker.work.kernel(values, values[: self._updated], launcher=Launcher.ENGINE)
+        tracker.kernels += 1
 
     __call__ = run
 
@@ -180,14 +190,14 @@ class _Kernel:
 class _Code(types.ModuleType):
     """The module of the generated code, with its names replaced by functions of fake tensors."""
 
-    def __init__(self, tracker: Tracker, is_backward: bool, source: str) -> None:
+    def __init__(self, tracker: Tracker, timings: Timings, is_backward: bool, source: str) -> None:
         super().__init__("generated")
         self._tracker, self._is_backward = tracker, is_backward
         names = self.__dict__
         exec(compile(source, "generated", "exec"), names)
         for name, value in [*names.items()]:
             if isinstance(value, _Kernel):
-                value.tracker = tracker
+                value.timings = timings
             elif name.startswith("assert_"):
                 names[name] = _ignore
         names |= {
@@ -195,7 +205,16 @@ class _Code(types.ModuleType):
             "reinterpret_tensor": self._view,
             "extern_kernels": _Products(tracker, names["extern_kernels"]),
             "get_raw_stream": _ignore,
+            "call": partial(self._call, names["call"]),
         }
+
+    def _call(self, call: Callable[[Any], Any], args: Any) -> Any:
+        """Run the code. What the forward pass saves is on the GPU, like its results: there it was the CPU's."""
+        results = call(args)
+        for value in results if self._tracker.device is not None else ():
+            if isinstance(value, FakeTensor):
+                value.fake_device = self._tracker.device
+        return results
 
     def _empty(self, size: Any, stride: Any, dtype: Any) -> Any:
         tracker = self._tracker

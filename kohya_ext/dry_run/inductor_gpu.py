@@ -21,6 +21,9 @@ _aten = torch.ops.aten
 
 GPU = torch.device("cuda", 0)
 
+#: Bytes of the L2 cache of an RTX 4090.
+CACHE = 72 * 2**20
+
 #: The properties of an RTX 4090 on which inductor's decisions depend.
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA GeForce RTX 4090",
@@ -34,9 +37,13 @@ _PROPERTIES = SimpleNamespace(
     shared_memory_per_block_optin=101376,
     shared_memory_per_multiprocessor=102400,
     warp_size=32,
-    L2_cache_size=72 * 2**20,
+    L2_cache_size=CACHE,
     total_memory=24 * 2**30,
 )
+
+
+#: Elements to which memory-efficient attention aligns the rows of masks.
+_ALIGNMENT = 8
 
 
 @contextmanager
@@ -143,10 +150,24 @@ def _move_attention(node: Any) -> None:
         if mask is not None:
             scores = [*query.meta["val"].shape[:3], key.meta["val"].shape[2]]
             with node.graph.inserting_before(node):
-                mask = node.graph.call_function(_aten.expand.default, (mask, scores))
+                mask = node.graph.call_function(_aten.expand.default, (_padded(mask), scores))
         node.target = workspaces.MEMORY_EFFICIENT_ATTENTION
         node.args = query, key, value, mask, len(node.users) > 1, dropout, causal
     node.kwargs = {"scale": scale}
+
+
+def _padded(mask: Any) -> Any:
+    """Return a mask whose rows are aligned, by padding. CUDA pads each mask whose row length is not known, too.
+
+    ``preprocess_mask`` in https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/attention.cpp
+    """
+    *rows, element = mask.meta["val"].stride()
+    if element == 1 and all(isinstance(stride, int) and stride % _ALIGNMENT == 0 for stride in rows):
+        return mask
+    length = mask.meta["val"].shape[-1]
+    padding = [0, _ALIGNMENT - length % _ALIGNMENT]
+    padded = mask.graph.call_function(_aten.constant_pad_nd.default, (mask, padding, 0.0))
+    return mask.graph.call_function(_aten.slice.Tensor, (padded, len(rows), 0, length))
 
 
 def _filled(args: tuple[Any, ...], **defaults: Any) -> tuple[Any, ...]:

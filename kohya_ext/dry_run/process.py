@@ -83,7 +83,7 @@ def _run(request: Request, folder: Path) -> None:
             if request.budgets:
                 steps.graphs = stack.enter_context(budgets_of_blocks(mode))
             else:
-                steps.check = stack.enter_context(compiled_blocks(mode, steps.tracker))
+                steps.check = stack.enter_context(compiled_blocks(steps.tracker))
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
 
 

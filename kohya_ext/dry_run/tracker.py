@@ -90,7 +90,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     @contextmanager
     def in_pool(self, pool: int) -> Iterator[None]:
-        """Log allocations inside the block as those of another stream."""
+        """Log allocations inside the block as those of another pool."""
         before, self.pool = self.pool, pool
         try:
             yield
@@ -110,9 +110,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.events.append(Event(number, -storage.nbytes(), self.phase))
             self._live[id(storage)] = _Storage(number, weakref.ref(storage))
 
-    def release_unused(self) -> None:
-        """Log that unused segments return to the driver now."""
-        self.events.append(Event(len(self.kinds) - 1, 0, RELEASE))
+    def release_unused(self, pool: int = 0) -> None:
+        """Log that unused segments return to the driver now: of all streams, or of a private pool, which ends."""
+        self.events.append(Event(len(self.kinds) - 1, 0, RELEASE, pool))
 
     def mark_saved(self) -> None:
         """Mark the tensors alive after the forward pass as saved for backward. Call it before the backward pass."""
@@ -134,10 +134,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if accumulated is not None:
             self._take_over(accumulated, result)
         if not self._paused:
-            used = self._log_allocated(*workspaces.before(func, args, kwargs))
+            used = self.allocate(*workspaces.before(func, args, kwargs))
             self.record(result, self._kind_of(func, args))
-            used += self._log_allocated(*workspaces.after(func, args, kwargs))
-            self._log_freed(used)
+            used += self.allocate(*workspaces.after(func, args, kwargs))
+            self.free(used)
         if workspaces.uses_cublas(func, args) and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
             self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
             self._record(self.workspaces[handle], Kind.WORKSPACE)
@@ -189,14 +189,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.events.append(Event(number, size, self.phase, self.pool))
         return number
 
-    def _log_allocated(self, *sizes: int) -> list[Event]:
-        """Log memory that an operator uses while it runs, and return its events."""
-        events = [Event(len(self.kinds) + index, size, self.phase) for index, size in enumerate(sizes) if size]
+    def allocate(self, *sizes: int) -> list[Event]:
+        """Log memory that is used for a moment, in bytes, and return its events for :meth:`free`."""
+        events = [Event(len(self.kinds) + index, size, self.phase, self.pool) for index, size in enumerate(sizes) if size]
         self.kinds += (Kind.WORKSPACE for _ in sizes)
         self.events += events
         return events
 
-    def _log_freed(self, allocated: Iterable[Event]) -> None:
+    def free(self, allocated: Iterable[Event]) -> None:
+        """Log that the memory of some events is free now."""
         self.events += (Event(event.storage, -event.bytes, event.phase) for event in allocated)
 
     def _accumulated(self, func: Any, args: Any) -> Any:

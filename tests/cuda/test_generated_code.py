@@ -12,7 +12,7 @@ pytestmark = pytest.mark.thorough
 def test_the_generated_code_is_that_of_a_gpu(printed_on_gpu):
     real = printed_on_gpu("generated_code.py")
     mode = traceable()
-    with mode, logging_to(mode, Tracker()):
+    with mode, logging_to(Tracker()):
         estimated = generated_code.generated(BACKEND)
     assert all(len(codes) == 2 for codes in real.values())
     for kind in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"):

@@ -66,7 +66,7 @@ def test_the_estimated_peak_equals_a_compiled_steps(compile_block, budget, kept,
     compile_block()
     set_budget(budget)
     mode, tracker = inductor.traceable(), Tracker()
-    with fake_tensors(mode), inductor.logging_to(mode, tracker):
+    with fake_tensors(mode), inductor.logging_to(tracker):
         model, x = torch.nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH, requires_grad=True)
         model.requires_grad_(False)  # then backward needs only the input of the activation
         model(x).sum().backward()
@@ -93,7 +93,7 @@ def test_generated_code_runs_on_fake_tensors(compile_block):
     pytest.importorskip("triton")
     compile_block()
     mode, tracker = inductor.traceable(), Tracker()
-    with fake_tensors(mode), inductor.logging_to(mode, tracker):
+    with fake_tensors(mode), inductor.logging_to(tracker):
         model, x = Block(), torch.randn(ROWS, WIDTH, requires_grad=True)
         with tracker:
             out = model(x)

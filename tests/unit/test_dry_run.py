@@ -68,7 +68,7 @@ def test_compiled_blocks_and_recorded_passes_are_those_of_the_run(tmp_path):
     words = ("--preset", "sdxl-lora/12gb", "--selective_torch_compile", "--compile_mode", "max-autotune-no-cudagraphs")
     settings = prepared(tmp_path, "sdxl_train_network.py", *words, "--cuda_graphs").settings
     assert settings["selective_torch_compile"]
-    assert (settings["compile_mode"], settings["compile_dynamic"]) == ("default", "false")
+    assert (settings["compile_mode"], settings["compile_dynamic"]) == ("default", "auto")
     assert settings["cuda_graphs"]
     assert settings["cuda_graphs_always"]  # within the first steps
 

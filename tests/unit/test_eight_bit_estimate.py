@@ -46,7 +46,7 @@ def logged_of(
     make: Callable[[], torch.nn.Module], inputs: tuple[int, ...], outputs: tuple[int, ...], compiled: bool
 ) -> tuple[list[int], Work]:
     mode, tracker = traceable(), Tracker()
-    with fake_tensors(mode), counted_kernels(eight_bits=True), logging_to(mode, tracker):
+    with fake_tensors(mode), counted_kernels(eight_bits=True), logging_to(tracker):
         base = make()
         function: Any = torch.compile(base, backend=BACKEND) if compiled else base
         x = torch.zeros(inputs, dtype=torch.bfloat16, requires_grad=True)

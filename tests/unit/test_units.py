@@ -133,6 +133,9 @@ def test_private_pools_share_no_segments_and_keep_theirs() -> None:
     assert allocator.reserved == 30 * MIB
     allocator.allocate(2, 30 * MIB)
     assert allocator.reserved == 60 * MIB
+    allocator.free(2)
+    allocator.release_unused(1)
+    assert allocator.reserved == 30 * MIB, "the pool has ended"
 
 
 def test_expandable_segments_grow_in_pages_and_fill_their_gaps() -> None:
