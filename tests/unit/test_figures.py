@@ -86,6 +86,9 @@ def fine_tunes() -> Iterator[str]:
     yield f"| `` | 27.7 GB | {usual} GB |"
     yield f"| `` | 17.5 GB | {eight} GB |"
     yield f"| with `` | {host} GB | 10.3 GB"
+    smallest = next(each for each in presets.rows(only="sdxl-finetune") if each.name == "8gb")
+    fused = presets.seconds_text(smallest.seconds)
+    yield f"{presets.seconds_text(smallest.windows[0])} per step on an {smallest.gpu}, {fused} with [fused steps]"
 
 
 def caching() -> Iterator[str]:
