@@ -6,7 +6,7 @@ out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES reco
 REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations, and lets --speed choose on the CPU: TRIAL_CHOOSES names the
 features that its trial finds fastest, separated by commas, and SELF_TEST_FAILS one that fails its self-test. TRIAL_COMPILES
 gives the trial time to compile blocks. LOSES_GPU names the features whose trial ends the process's use of the GPU.
-SPY_PROFILER_FAILS makes torch's profiler fail.
+SPY_PROFILER_FAILS makes torch's profiler fail. TRITON_INTERPRET lets Adafactor's kernels run on the CPU.
 WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
 there. COMPILE_BACKEND is torch.compile's backend for the blocks. BREAK breaks compiling: with an old version (``torch``),
 changed Lumina blocks (``layout``) or a failing ``backend``, called "broken", in the first step.
@@ -246,6 +246,13 @@ def keep_states_on_cpu(module):
     Streams(os.environ["STATES_ON_CPU"] == "late").install()
 
 
+def interpret_steps(module):
+    """Let Triton's interpreter run the kernels on the CPU."""
+    from kohya_ext.kernels import adafactor_kernels
+
+    module.kernels_on = lambda *_: adafactor_kernels
+
+
 def break_profiler(module):
     def fail(self):
         raise RuntimeError("no profiler here")
@@ -430,6 +437,8 @@ if "SWAP_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(swap_on_cpu, "kohya_ext.patches.one_way_block_swap")
 if "STATES_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(keep_states_on_cpu, "kohya_ext.patches.gradient_release")
+if "TRITON_INTERPRET" in os.environ:
+    wrapt.register_post_import_hook(interpret_steps, "kohya_ext.kernels.adafactor")
 if "TRIAL_CHOOSES" in os.environ:
     wrapt.register_post_import_hook(decide_trial, "kohya_ext.speed.trial")
 if "LOSES_GPU" in os.environ:
