@@ -72,12 +72,9 @@ def _kept(original: Any, settings: Settings) -> Any:
         **more: Any,
     ) -> Any:
         store = None if torch.compiler.is_compiling() else kept_attention.current()
-        if store is not None and attn_mask is None and not dropout_p and not more.get("enable_gqa"):
-            result = kept_attention.attention(store, query, key, value, is_causal, scale)
-            if result is not None:
-                _counts["recorded" if store.taken is None else "kept"] += 1
-                return result
-        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+        if store is None or attn_mask is not None or dropout_p or more.get("enable_gqa"):
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+        return kept_attention.attention(original, store, _counts, query, key, value, is_causal, scale)
 
     return scaled_dot_product_attention
 

@@ -214,11 +214,11 @@ class Steps:
             self._mark(values, Kind.OPTIMIZER_STATE)
 
     def _trained(self) -> Iterator[Any]:
-        """Return the weights that are trained; an optimizer that was only tried has weights on the host."""
+        """Return the weights that are trained. Those of an optimizer that was only tried are all on the host."""
         if self.divided is not None:  # its optimizer has parts of them
             return iter(self.divided.trained)
-        weights = (weight for optimizer in self.optimizers for weight in _parameters(optimizer))
-        return (weight for weight in weights if weight.requires_grad and is_on_gpu(weight))
+        of_run = (optimizer for optimizer in self.optimizers if any(map(is_on_gpu, _parameters(optimizer))))
+        return (weight for optimizer in of_run for weight in _parameters(optimizer) if weight.requires_grad)
 
     def _mark(self, tensors: Iterator[Any], kind: Kind) -> None:
         self.tracker.mark((tensor for tensor in tensors if is_on_gpu(tensor)), kind)

@@ -8,6 +8,7 @@ puts the results of its attention into a :class:`Store`, and its recomputation t
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,13 +160,19 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not
         return (*kernel.backward(gradient, q, k, v, result, is_causal, scale), None, None, None, None)
 
 
-def attention(store: Store, q: Any, k: Any, v: Any, is_causal: bool, scale: float | None) -> Any:
-    """Return PyTorch's attention without a mask, its result kept in or taken from a store; None without a kernel for it."""
+def attention(
+    original: Any, store: Store, counts: Counter[str], q: Any, k: Any, v: Any, is_causal: bool, scale: float | None
+) -> Any:
+    """Return ``original(q, k, v)``, PyTorch's attention without a mask, with its result kept in or taken from a store.
+
+    That is counted in ``counts``; without a kernel here it is only returned.
+    """
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (value.to(torch.get_autocast_dtype(device)) for value in (q, k, v))
     kernel = kernel_of(q, k, v, is_causal, scale) if q.dim() == 4 else None
     if kernel is None:
         store.pass_over()
-        return None
+        return original(q, k, v, is_causal=is_causal, scale=scale)
+    counts["recorded" if store.taken is None else "kept"] += 1
     return _Attention.apply(q, k, v, is_causal, scale, kernel, store)

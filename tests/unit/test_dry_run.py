@@ -272,7 +272,10 @@ with mode, tracker:
     assert layer.weight.is_cuda
     assert layer.weight.cpu().device.type == "cpu"
     assert torch.tensor([2, 3]).prod().item() == 6
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1, momentum=0.9)
+    swapped = torch.nn.Parameter(torch.zeros(3))  # its block is on the host between steps
+    optimizer = torch.optim.SGD([*layer.parameters(), swapped], lr=1, momentum=0.9)
+    tried = torch.optim.SGD([torch.nn.Parameter(torch.zeros(7))])
+    tried.step()
     while True:
         for images in torch.utils.data.DataLoader(torch.zeros(1024, 1024), batch_size=1024):
             loss = layer(images.to("cuda")).square().mean()
@@ -291,7 +294,7 @@ def test_a_training_loop_is_measured_to_the_byte(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())
     matrix, workspaces = 4 * 1024**2, 2 * (2 * 4096 + 8 * 16) * 1024
-    assert result["trainable_parameters"] == 1024**2
+    assert (result["trainable_parameters"], result["trained_tensors"]) == (1024**2 + 3, 2)
     assert result["parts"]["trained weights"] == result["parts"]["optimizer state"] == matrix
     assert result["parts"]["workspaces"] == workspaces
     # Weight, momentum, batch, output, the gradient of the mean, the three terms of the square's, and two numbers.

@@ -115,6 +115,14 @@ def test_a_kernel_that_only_one_pass_has_takes_no_result_of_another_attention(ar
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept, plain, strict=True))
 
 
+def test_attention_without_a_kernel_is_not_counted(armed, monkeypatch):
+    armed(keep_attention=True)
+    kept_attention._counts.clear()
+    monkeypatch.setattr(kept_results, "kernel_of", lambda *inputs: None)
+    results(Block(), True, torch.float32)
+    assert not kept_attention._counts
+
+
 def test_without_checkpointing_nothing_is_kept(armed):
     armed(keep_attention=True)
     kept_attention._counts.clear()
