@@ -66,6 +66,9 @@ def readme() -> Iterator[str]:
     times = [presets.seconds_text(value) for value in (usual.seconds, eight.seconds, usual.upstream)]
     yield f"on an {usual.gpu} an SDXL LoRA is predicted to take {times[0]} per image, and {times[1]} with"
     yield f"sd-scripts alone is predicted to take {times[2]} with its fastest options that fit"
+    whole = next(each for each in presets.rows(only="sdxl-finetune") if each.name == "12gb")
+    ours, theirs = presets.seconds_text(whole.seconds), presets.seconds_text(whole.upstream)
+    yield f"A full fine-tune of SDXL is predicted to take {ours.removesuffix(' s')} instead of {theirs}"
     sdxl = host_memory("sdxl-lora", "default"), host_memory("sdxl-lora", "upstream")
     flux = host_memory("flux-lora", "default"), host_memory("flux-lora", "upstream")
     yield "of an SDXL LoRA needs {} instead of {} GB of host memory, of a FLUX LoRA {} instead of {} GB".format(*sdxl, *flux)
