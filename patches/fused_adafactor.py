@@ -2,9 +2,9 @@
 
 Memory bandwidth limits Adafactor's step: the usual operators move 132 bytes for each weight in bf16, which in a full
 fine-tune of FLUX is more than forward and backward together. :mod:`kohya_ext.kernels.adafactor` moves 23, and creates one
-temporary tensor of a weight's shape instead of four. Vectors, and rates that depend on the weights, are left to the original
-functions: upstream's for ``--fused_backward_pass``, which rounds bf16 weights stochastically, and that of transformers, which
-rounds to nearest. :mod:`kohya_ext.patches.gradient_release` uses the kernels, too.
+temporary tensor of a weight's shape instead of four. Small weights, and rates that depend on the weights, are left to the
+original functions: upstream's for ``--fused_backward_pass``, which rounds bf16 weights stochastically, and that of
+transformers, which rounds to nearest. :mod:`kohya_ext.patches.gradient_release` uses the kernels, too.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ import torch
 
 from kohya_ext.kernels import fused
 
+LEAST = 2**16
+"""Elements of a weight from which on its bytes take longer than its launches, of which there are as many."""
+
 
 @functools.cache
 def kernels_on(device: str, dtype: torch.dtype) -> Any:
@@ -21,11 +24,8 @@ def kernels_on(device: str, dtype: torch.dtype) -> Any:
         random = functools.partial(torch.zeros_like, dtype=torch.int32) if dtype is torch.bfloat16 else None
         for shape in ((2, 2), (1, 1, 2, 2)):
             weight, statistic = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape[:-1], device=device)
-            statistics, options = (
-                (statistic, statistic.clone()),
-                {"beta": 0.0, "eps": 1.0, "clip": 1.0, "rate": 0.0, "decay": 0.0},
-            )
-            adafactor_kernels.step(weight, weight, *statistics, **options, random=random)
+            tensors = weight, weight, statistic, statistic.clone()
+            adafactor_kernels.step(*tensors, beta=0.0, eps=1.0, clip=1.0, rate=0.0, decay=0.0, random=random)
         return adafactor_kernels
 
     return fused.usable(device, tried, "Adafactor's steps")
@@ -44,7 +44,7 @@ def step(optimizer: Any, weight: Any, group: Mapping[str, Any], random: Callable
     """
     gradient = weight.grad
     is_plain = group["beta1"] is None and not group["relative_step"] and not group["scale_parameter"]
-    if not is_plain or gradient is None or not gradient.is_contiguous():
+    if not is_plain or gradient is None or not gradient.is_contiguous() or weight.numel() < LEAST:
         return False
     kernels = kernels_on(weight.device.type, weight.dtype)
     if kernels is None or not kernels.supports(weight):

@@ -25,7 +25,7 @@ from kohya_ext.kernels import adafactor, adafactor_kernels
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
 from kohya_ext.optimizers.weight_steps import RoundedSteps
 
-adafactor.kernels_on = lambda *_: adafactor_kernels
+adafactor.kernels_on, adafactor.LEAST = lambda *_: adafactor_kernels, 1
 SHAPES = (200, 300), (64, 128), (1, 70), (130, 1), (40, 20, 3, 3), (24, 16, 1, 1), (4, 300, 2, 4)
 OTHERS = (50,), (2, 3, 5, 5)
 PLAIN = {"scale_parameter": False, "relative_step": False, "warmup_init": False, "lr": 0.01}
@@ -105,6 +105,10 @@ fused_adafactor._counts.clear()
 (expected, _), (results, _) = (trained(released(fused), torch.bfloat16, PLAIN) for fused in (lambda *_: False, counted))
 assert fused_adafactor._counts["weights"] == 3 * len(SHAPES)
 assert all((result != weight).sum() <= 0.001 * weight.numel() for result, weight in zip(results, expected))
+adafactor.LEAST = 10**9
+fused_adafactor._counts.clear()
+trained(NEAREST[1], torch.float32, PLAIN)
+assert not fused_adafactor._counts["weights"]
 print("equal")
 """
 
