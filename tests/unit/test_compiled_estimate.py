@@ -178,7 +178,7 @@ def test_a_second_size_has_a_graph_for_all_sizes() -> None:
 
 @pytest.mark.parametrize(("length", "stride"), [(24, 24), (20, 24), (16, 16)])
 def test_masks_of_attention_have_aligned_rows(length: int, stride: int) -> None:
-    """As CUDA's memory-efficient attention needs them: it reads 8 elements together."""
+    """CUDA's memory-efficient attention reads 8 elements of a row together."""
     graph = torch.fx.Graph()
     mask = graph.placeholder("mask")
     value = mask.meta["val"] = torch.rand(2, 1, 4, length)
