@@ -7,6 +7,7 @@ import gc
 import hashlib
 import os
 import re
+import tempfile
 import threading
 from pathlib import Path, PurePath
 from typing import Any
@@ -150,7 +151,7 @@ def keep_compiled_code(device: str, commit: str | None) -> Path:
     ``commit`` is the commit of sd-scripts, whose code is compiled.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
+    if chosen and not _is_torchs(Path(chosen)):
         return Path(chosen)
     import torch
 
@@ -159,6 +160,11 @@ def keep_compiled_code(device: str, commit: str | None) -> Path:
     folder = Path(folder_of_code(cache.folder(), name, os.name == "nt"))
     os.environ[CACHE_VARIABLE] = str(folder)
     return folder
+
+
+def _is_torchs(folder: Path) -> bool:
+    """Return whether PyTorch has chosen a folder, in which the system deletes files: it does when torch._dynamo is imported."""
+    return folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("torchinductor_")
 
 
 def folder_of_code(root: PurePath, name: str, on_windows: bool) -> PurePath:

@@ -1,9 +1,13 @@
 """Arguments with which selective compile and CUDA graphs are disabled."""
 
+import os
+import tempfile
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
+from kohya_ext.compiling import configuration
 from kohya_ext.compiling.support import reason_not_to_compile, reason_not_to_record
 
 
@@ -61,3 +65,15 @@ def test_arguments_that_disable_cuda_graphs(given, reason):
 
 def test_a_lora_may_be_recorded():
     assert reason_not_to_record(Namespace(network_module="networks.lora", network_dropout=0.1)) is None
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_compiled_code_is_kept_although_torch_has_chosen_a_temporary_folder(monkeypatch, tmp_path, chosen):
+    """torch._dynamo sets the variable when it is imported."""
+    folder = tmp_path if chosen else Path(tempfile.gettempdir()) / "torchinductor_somebody"
+    monkeypatch.setenv(configuration.CACHE_VARIABLE, str(folder))
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    kept = configuration.keep_compiled_code("cpu", "abc")
+    assert str(kept) == os.environ[configuration.CACHE_VARIABLE]
+    assert (kept == folder) is chosen
+    assert chosen or tmp_path / "cache" in kept.parents
