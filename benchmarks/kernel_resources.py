@@ -198,11 +198,11 @@ def _adafactor(precision: str) -> Iterator[Configuration]:
     tile = {name: size for name, size in kernels._TILE.items() if name != "num_warps"}
     step = {"HAS_DECAY": True, "IS_ROUNDED": precision == "bf16"} | ({} if precision == "bf16" else {"random": None})
     for what, kernel, constants in (
-        ("squares", kernels._squares, tile),
-        ("squares of the update", kernels._squares_of_update, tile),
-        ("update", kernels._update, {**tile, **step}),
-        ("squares of small matrices", kernels._small_squares, small),
-        ("update of small matrices", kernels._update_small, {**small, **step}),
+        ("squares", kernels._adafactor_squares, tile),
+        ("squares of the update", kernels._adafactor_squares_of_update, tile),
+        ("update", kernels._adafactor_update, {**tile, **step}),
+        ("squares of small matrices", kernels._adafactor_small_squares, small),
+        ("update of small matrices", kernels._adafactor_update_small, {**small, **step}),
     ):
         yield Configuration(f"Adafactor's {what}", kernel, types, constants, 8, 3, ("count", "m"))
 

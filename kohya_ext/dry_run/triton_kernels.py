@@ -180,11 +180,11 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
         (elementwise, "_swiglu", _swiglu),
         (elementwise, "_swiglu_backward", _swiglu_backward),
         (elementwise, "_rotate", _rotate),
-        (adafactor_kernels, "_squares", _squares),
-        (adafactor_kernels, "_squares_of_update", _squares_of_update),
-        (adafactor_kernels, "_update", _update),
-        (adafactor_kernels, "_small_squares", _small_squares),
-        (adafactor_kernels, "_update_small", _update),
+        (adafactor_kernels, "_adafactor_squares", _squares),
+        (adafactor_kernels, "_adafactor_squares_of_update", _squares_of_update),
+        (adafactor_kernels, "_adafactor_update", _update),
+        (adafactor_kernels, "_adafactor_small_squares", _small_squares),
+        (adafactor_kernels, "_adafactor_update_small", _update),
     )
     with ExitStack() as stack:
         stack.enter_context(replaced(fused, "elementwise_kernels", lambda *_: elementwise))

@@ -29,7 +29,7 @@ def _tile(m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _squares(gradient, weight, of_rows, of_columns, of_weights, m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def _adafactor_squares(gradient, weight, of_rows, of_columns, of_weights, m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Add up the squares of a tile's gradient by rows and by columns, and those of its weights."""
     rows, columns, inside, at = _tile(m, n, TILE_M, TILE_N)
     grad = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
@@ -41,7 +41,7 @@ def _squares(gradient, weight, of_rows, of_columns, of_weights, m, n, TILE_M: tl
 
 
 @triton.jit
-def _squares_of_update(gradient, row_factors, column_factors, out, m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def _adafactor_squares_of_update(gradient, row_factors, column_factors, out, m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Add up the squares of a tile of the update."""
     rows, columns, inside, at = _tile(m, n, TILE_M, TILE_N)
     row_factor = tl.load(row_factors + rows, mask=rows < m, other=0.0)[:, None]
@@ -64,7 +64,7 @@ def _stepped(weight, update, divisor, random, at, inside, rate, decay, HAS_DECAY
 
 
 @triton.jit
-def _update(
+def _adafactor_update(
     weight, gradient, row_factors, column_factors, divisor, random, out, m, n, rate, decay,
     HAS_DECAY: tl.constexpr, IS_ROUNDED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def _small_update(grad, row, column, inside_rows, inside_columns, M: tl.constexp
 
 
 @triton.jit
-def _small_squares(
+def _adafactor_small_squares(
     gradient, weight, rows, columns, of_updates, of_weights, count, beta, eps,
     M: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _small_squares(
 
 
 @triton.jit
-def _update_small(
+def _adafactor_update_small(
     weight, gradient, rows, columns, divisor, random, out, count, rate, decay,
     HAS_DECAY: tl.constexpr, IS_ROUNDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
@@ -170,20 +170,20 @@ def step(
     small = {"M": m, "N": n, "SIDE": SIDE, **_TOGETHER}
     if is_small:
         of_updates, of_weights = rows.new_empty(grid), rows.new_empty(grid)
-        _small_squares[grid](gradient, weight, rows, columns, of_updates, of_weights, count, beta, eps, **small)
+        _adafactor_small_squares[grid](gradient, weight, rows, columns, of_updates, of_weights, count, beta, eps, **small)
         factors = rows, columns
     else:
         of_rows, of_columns, of_weights = (rows.new_empty(shape) for shape in ((grid[1], m), (grid[0], n), grid))
-        _squares[grid](gradient, weight, of_rows, of_columns, of_weights, m, n, **_TILE)
+        _adafactor_squares[grid](gradient, weight, of_rows, of_columns, of_weights, m, n, **_TILE)
         for statistic, sums, summed in ((rows, of_rows, n), (columns, of_columns, m)):
             statistic.mul_(beta).add_(sums.sum(0).div_(summed).add_(eps), alpha=1 - beta)
         factors, of_updates = ((rows / rows.mean()).rsqrt_(), columns.rsqrt()), rows.new_empty(grid)
-        _squares_of_update[grid](gradient, *factors, of_updates, m, n, **_TILE)
+        _adafactor_squares_of_update[grid](gradient, *factors, of_updates, m, n, **_TILE)
     divisor = of_updates.sum().div_(size).sqrt_().div_(clip).clamp_(min=1.0)
     tensors = weight, gradient, *factors, divisor, None if random is None else random(weight), weight
     options = {"HAS_DECAY": decay != 0, "IS_ROUNDED": random is not None}
     if is_small:
-        _update_small[grid](*tensors, count, rate, decay, **options, **small)
+        _adafactor_update_small[grid](*tensors, count, rate, decay, **options, **small)
     else:
-        _update[grid](*tensors, m, n, rate, decay, **options, **_TILE)
+        _adafactor_update[grid](*tensors, m, n, rate, decay, **options, **_TILE)
     return of_weights.sum().div_(size).sqrt_()
