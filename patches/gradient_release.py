@@ -82,6 +82,8 @@ class _Release(TrainingCallback):
     """Whether steps are fused now."""
     stepped: int = 0
     """Weights stepped in this run."""
+    fused: int = 0
+    """Those of them that were stepped by Adafactor's kernels, and rounded."""
     earlier: Any = 0.0
     """The sum of the squares of all gradients in the last step."""
     squares: Any = 0.0
@@ -116,7 +118,7 @@ class _Release(TrainingCallback):
             return WeightSteps(optimizer, self.host)
         states = probes.states_of_the_weights_type(optimizer)
         part = PART if probes.steps_elements_separately(optimizer, states) else None
-        steps = RoundedSteps(optimizer, self.rounding, states, part, self.host, partial(_fused_step, self.fuses))
+        steps = RoundedSteps(optimizer, self.rounding, states, part, self.host, self._fused_step)
         steps.reserve(weights)
         return steps
 
@@ -131,6 +133,15 @@ class _Release(TrainingCallback):
             self._clip(weight.grad)
         steps.step(weight)
         self.stepped += 1
+
+    def _fused_step(self, optimizer: Any, weight: Any, group: Any, rounding: StochasticRounding) -> bool:
+        """Step a bf16 weight of Adafactor with its kernels, if steps are fused."""
+        from kohya_ext.kernels import adafactor
+
+        is_adafactor = type(optimizer).__name__ == "Adafactor"
+        is_stepped = self.fuses() and is_adafactor and adafactor.step(optimizer, weight, group, rounding.bits)
+        self.fused += is_stepped
+        return is_stepped
 
     def _clip(self, gradient: Any) -> None:
         """Scale a gradient as if the norm were the larger one of the last step's, and of the gradients so far in this one."""
@@ -188,13 +199,6 @@ class _Release(TrainingCallback):
             self.host.drain()
         while self._hooks:
             self._hooks.pop().remove()
-
-
-def _fused_step(works: Callable[[], bool], optimizer: Any, weight: Any, group: Any, rounding: StochasticRounding) -> bool:
-    """Step a weight of Adafactor with its kernels, if steps are fused."""
-    from kohya_ext.kernels import adafactor
-
-    return works() and type(optimizer).__name__ == "Adafactor" and adafactor.step(optimizer, weight, group, rounding.bits)
 
 
 def _optimizer(accelerator: Any) -> Any:
@@ -290,7 +294,8 @@ def _facts() -> dict[str, object]:
         return {}
     memory = None if release.host is None else release.host.memory
     on_host = {} if memory is None else {"host_bytes": memory.allocated, "page_locked_bytes": memory.lock.locked}
-    return {"weights": release.stepped, **on_host}
+    fused = {"fused": release.fused} if release.fused else {}
+    return {"weights": release.stepped, **fused, **on_host}
 
 
 PATCH = Patch(
