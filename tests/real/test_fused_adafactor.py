@@ -1,5 +1,7 @@
 """Adafactor's step with Triton kernels: as those of sd-scripts, transformers and gradient release, interpreted; its count."""
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -153,6 +155,17 @@ def test_a_run_is_that_of_the_original_steps(checkout, train, name):
     pairs = [(value, original.tensors[name]) for name, value in ours.tensors.items()]
     differ = sum(int((~torch.isclose(*pair, rtol=tolerance, atol=tolerance * 0.01)).sum()) for pair in pairs)
     assert differ <= 0.02 * sum(value.numel() for value in ours.tensors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["released", "float32"])  # else PyTorch rounds the loaded states to bf16, as upstream
+def test_a_resumed_run_is_the_undisturbed_one(checkout, train, name):
+    options = (*ADAFACTOR, *RUNS[name][0], "--fused_operations", "--save_every_n_steps", "2", "--save_state")
+    run = partial(train, env={"TRITON_INTERPRET": "1"}, bare=True)
+    undisturbed = run(checkout, "flux_train.py", *options)
+    resumed = run(checkout, "flux_train.py", *options, "--resume", str(undisturbed.folder / "tiny-step00000002-state"))
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert all(torch.equal(resumed.tensors[name], undisturbed.tensors[name]) for name in undisturbed.tensors)
 
 
 def test_an_estimate_counts_the_bytes_of_the_kernels(checkout_module):
