@@ -69,7 +69,8 @@ def test_a_kernel_is_timed_when_it_first_runs(function: Callable[[Any], Any], co
     pytest.importorskip("triton")
     first, later = logs(function)
     timings = [event for event in first if event.pool == autotuning.POOL]
-    flushes = [event for event in timings if event.bytes == inductor_gpu.CACHE]
+    flushed = inductor_gpu.CACHE, autotuning._ANY_CACHE  # the latter by PyTorch 2.6
+    flushes = [event for event in timings if event.bytes in flushed]
     copied = [event for event in timings if event.bytes == 2 * ROWS * ROWS]
     assert len(flushes) >= 2, "a kernel without a choice is not timed"
     assert len(copied) == 2 * len(flushes) * copies, "before the flush, which is next to a second copy"
