@@ -30,9 +30,9 @@ _FOLDER = "self_tests"
 
 _PROGRAM = "kohya_ext.speed.self_test"
 
-#: The code whose change makes the results outdated.
+#: The code whose change makes the results outdated: every kernel, and what records, compiles and swaps.
 _CODE = (
-    *("kernels/fused.py", "kernels/elementwise.py", "kernels/casts.py", "kernels/modulation.py"),
+    "kernels/*.py",
     *("compiling/graphs.py", "compiling/cuda_recorder.py"),
     *("compiling/blocks.py", "compiling/configuration.py", "compiling/fallback.py", "speed/self_test.py"),
     *("patching/swapped_blocks.py", "patching/page_lock.py"),
@@ -84,6 +84,12 @@ def _keep(machine: dict[str, str], results: Problems, report: Callable[[str], No
         report(f"the self-test's results cannot be kept, and the next run repeats it: {error}")
 
 
+def tested_code() -> list[Path]:
+    """Return the files whose change makes the results outdated."""
+    folder = Path(__file__).parents[1]
+    return [file for pattern in _CODE for file in sorted(folder.glob(pattern))]
+
+
 def machine(device: Any) -> dict[str, str]:
     """Return what the results for a CUDA device depend on."""
     import torch
@@ -92,8 +98,7 @@ def machine(device: Any) -> dict[str, str]:
         from triton import __version__ as triton
     except Exception:  # not installed, or broken
         triton = "none"
-    folder = Path(__file__).parents[1]
-    code = hashlib.sha256(b"".join((folder / name).read_bytes() for name in _CODE)).hexdigest()[:12]
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in tested_code())).hexdigest()[:12]
     return {
         "gpu": torch.cuda.get_device_name(device),
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),

@@ -859,6 +859,12 @@ def test_results_that_cannot_be_kept_are_one_line(monkeypatch, tmp_path):
     assert lines[1].startswith("the self-test's results cannot be kept")
 
 
+def test_a_change_of_a_kernel_repeats_the_self_test():
+    tested = {file.name for file in proof.tested_code()}
+    assert {"adafactor_kernels.py", "elementwise.py", "graphs.py", "page_lock.py", "self_test.py"} <= tested
+    assert all(any(Path(proof.__file__).parents[1].glob(pattern)) for pattern in proof._CODE)
+
+
 def test_the_self_test_has_a_test_and_a_name_for_each_feature():
     from kohya_ext.speed import self_test
 
