@@ -42,6 +42,8 @@ class Step:
     """The number of times that the host waits for the GPU."""
     bytes_to_device: int
     bytes_to_host: int
+    seconds: float
+    """From its beginning to that of the next step."""
     bytes: int
     """Bytes of the tensors that exist at its end."""
     random_state: str

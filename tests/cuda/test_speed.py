@@ -1,5 +1,8 @@
 """--speed on the virtual GPU: its self-test, its trial, and what a run then launches."""
 
+import json
+import statistics
+
 import pytest
 
 from tests.cuda.configurations import LORA
@@ -68,3 +71,43 @@ def test_default_is_exact(checkout, train_on_gpu, tmp_path):
     ]
     assert run.steps[-1].launches_in_graphs > 0
     assert "patches/fused_operations.py" not in run.reached
+
+
+#: Name -> how long launches and kernels take, and what is fastest there. Kernels of Triton are the fused ones.
+MACHINES = {
+    "slow host": (100_000, "1000", {"cuda_graphs", "fused_operations"}),
+    "slow GPU": (0, "60000", {"fused_operations"}),
+    "both slow": (100_000, "60000", {"cuda_graphs", "fused_operations"}),
+    "slow fused kernels": (0, "triton=10000000,60000", set()),
+    "slow host and fused kernels": (100_000, "triton=5000000,1000", {"cuda_graphs"}),
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        pytest.param(name, script, marks=[] if (name, script) == ("both slow", "flux_train_network.py") else pytest.mark.slow)
+        for name in MACHINES
+        for script in (LORA, "flux_train_network.py")
+    ],
+)
+def test_what_a_trial_chooses_is_fastest_on_machines_that_differ(checkout, train_on_gpu, tmp_path, name, script):
+    launch, kernels, fastest = MACHINES[name]
+    machine = {"VIRTUAL_GPU_LAUNCH_NS": str(launch), "VIRTUAL_GPU_KERNEL_NS": kernels}
+    # A trial times the passes of this network alone.
+    options = ("--mixed_precision", "bf16", "--network_train_unet_only", "--max_train_steps")
+
+    def seconds(features):
+        forced = [f"--{name}" for name in (*features, *(["cuda_graphs_always"] if "cuda_graphs" in features else []))]
+        run = train_on_gpu(checkout, script, *options, "8", "--speed", "off", *forced, env=machine)
+        return statistics.median(step.seconds for step in run.steps[-3:])
+
+    both = {"cuda_graphs", "fused_operations"}
+    candidates = {each: seconds(each) for each in map(frozenset, ([], ["cuda_graphs"], ["fused_operations"], both))}
+    env = {**machine, "TRIAL_HAS_TIME": "1", "KOHYA_EXT_CACHE": str(tmp_path)}
+    tried = train_on_gpu(checkout, script, *options, "4", "--speed", "auto", "--no-selective_torch_compile", env=env)
+    assert tried.code == 0, tried.output[-4000:]
+    (verdict,) = [json.loads(file.read_text()) for file in (tmp_path / "speed").glob("*.json")]
+    assert set(verdict["features"]) == fastest, (verdict, candidates)
+    assert candidates[frozenset(fastest)] < 1.03 * min(candidates.values()), candidates

@@ -74,3 +74,14 @@ def test_only_managed_host_memory_is_freed_as_device_memory(printed_on_gpu):
     codes = printed_on_gpu("managed.py")
     assert codes.pop("pinned freed as device memory") != 0
     assert set(codes.values()) == {0}
+
+
+def test_kernels_take_the_time_that_is_made_up(printed_on_gpu):
+    seen = printed_on_gpu("timed_kernels.py", VIRTUAL_GPU_KERNEL_NS="library=50000000,2000000")
+    expected = {"eager": 0.2, "streams": 0.1, "graph": 0.04, "products": 0.05}
+    for name, seconds in expected.items():
+        work = seen[name]
+        assert (work["is_done"], work["is_done_then"]) == (False, True)
+        assert work["launched"] < seconds <= work["on_gpu"] + 1e-6
+        assert work["on_gpu"] < seconds + work["launched"] + 0.001
+        assert work["waited"] >= seconds

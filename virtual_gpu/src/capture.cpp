@@ -1,5 +1,6 @@
 // Stream capture as CUDA's documentation describes it: what a capture forbids, and which error that returns.
 
+#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <mutex>
@@ -168,7 +169,7 @@ int check_event(Event* event, const char* call) {
 }
 
 int record_event(Event* event, void* handle) {
-  event->time = seconds();
+  event->time = std::max(seconds(), stream_of(handle)->busy_until.load());
   event->is_recorded = true;
   event->capture = 0;
   event->stream = nullptr;
@@ -184,6 +185,7 @@ int record_event(Event* event, void* handle) {
 }
 
 int wait_event(void* handle, Event* event) {
+  occupy_until(handle, event->time);
   if (!captures) return event->capture ? CAPTURE_ISOLATION : SUCCESS;  // an event of a capture that has ended
   if (is_legacy(handle)) {
     if (!event->capture) return check_legacy("cudaStreamWaitEvent on the legacy stream");

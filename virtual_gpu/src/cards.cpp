@@ -210,6 +210,7 @@ static const ErrorText ERRORS[] = {
     {PEER_ACCESS_UNSUPPORTED, "cudaErrorPeerAccessUnsupported", "peer access is not supported between these two devices"},
     {INVALID_HANDLE, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {ILLEGAL_STATE, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
+    {NOT_READY, "cudaErrorNotReady", "device not ready"},
     {NOT_SUPPORTED, "cudaErrorNotSupported", "operation not supported"},
     {CAPTURE_UNSUPPORTED, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
     {CAPTURE_INVALIDATED, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},

@@ -132,6 +132,7 @@ EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
 EXPORT CUresult cuCtxSynchronize() {
   CHECK(check_device_sync("cuCtxSynchronize"));
   count_sync("cuCtxSynchronize");
+  wait_for_all_streams();
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuCtxGetLimit(size_t* value, CUlimit) {
@@ -143,6 +144,7 @@ EXPORT CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
 EXPORT CUresult cuStreamSynchronize(CUstream stream) {
   CHECK(check_stream_sync(stream, "cuStreamSynchronize"));
   count_sync("cuStreamSynchronize");
+  wait_for_stream(stream);
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuStreamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned) { return CUDA_SUCCESS; }

@@ -1,6 +1,7 @@
 // Kernels, launches and synchronizations, all of which are only counted.
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -8,6 +9,8 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -38,6 +41,8 @@ struct Calls {
 };
 static Calls& calls() { return forever<Calls>(); }
 
+static const char* const KIND_NAMES[KINDS] = {"torch", "triton", "library", "memset"};
+
 static std::atomic<uint64_t> all_launches{0}, all_syncs{0}, graph_launches{0}, in_graphs{0}, outside_capture{0};
 static std::atomic<bool> finite{getenv("VIRTUAL_GPU_NOT_FINITE") == nullptr};
 static thread_local const Kernel* last = nullptr;
@@ -47,6 +52,26 @@ const Kernel* last_kernel() { return last; }
 void set_last_kernel(const Kernel* kernel) { last = kernel; }
 
 // ---- kernels
+
+// VIRTUAL_GPU_KERNEL_NS has nanoseconds of all kernels, or of those of a kind or with a part of a name.
+static double seconds_by_table(const Kernel& kernel) {
+  const char* table = getenv("VIRTUAL_GPU_KERNEL_NS");
+  if (!table) return 0;
+  std::stringstream rows(table);
+  for (std::string row; std::getline(rows, row, ',');) {
+    size_t end = row.find('=');
+    std::string part = end == std::string::npos ? "" : row.substr(0, end);
+    if (part != KIND_NAMES[kernel.kind] && kernel.name.find(part) == std::string::npos) continue;
+    return 1e-9 * atof(row.c_str() + (end == std::string::npos ? 0 : end + 1));
+  }
+  return 0;
+}
+
+// Seconds of a kernel on the GPU. It is known from its first launch on: a fork may have another table than its parent.
+static double seconds_of(Kernel* kernel) {
+  if (kernel->seconds < 0) kernel->seconds = seconds_by_table(*kernel);
+  return kernel->seconds;
+}
 
 // A wheel of PyTorch contains code for some architectures. The nearest one below the card's runs.
 static int architecture_for(Kind kind) {
@@ -115,6 +140,29 @@ int occupancy(const Kernel* kernel, int threads, size_t dynamic_shared) {
   return std::max(0, std::min(blocks, card().blocks));
 }
 
+// ---- the GPU's clock: kernels of a stream run one after the other, from when they are launched
+
+static std::atomic<double> all_busy_until{0};
+
+void occupy_until(void* stream, double time) {
+  auto& busy_until = stream_of(stream)->busy_until;
+  busy_until = std::max(busy_until.load(), time);
+  all_busy_until = std::max(all_busy_until.load(), time);
+}
+
+static void occupy(void* stream, double of_kernel) {
+  if (of_kernel) occupy_until(stream, std::max(seconds(), stream_of(stream)->busy_until.load()) + of_kernel);
+}
+
+void wait_until(double time) {
+  double left = time - seconds();
+  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
+}
+
+void wait_for_stream(void* stream) { wait_until(stream_of(stream)->busy_until); }
+
+void wait_for_all_streams() { wait_until(all_busy_until); }
+
 // ---- graphs
 
 struct Graph {
@@ -167,11 +215,14 @@ int launch_graph(Graph* graph, void* stream) {
     if (int error = capture_status(stream, &status, nullptr, nullptr)) return error;
   }
   graph_launches++;
+  double of_kernels = 0;
   for (auto& [kernel, count] : graph->launches) {
+    of_kernels += double(count) * seconds_of(kernel);
     kernel->count += count;
     all_launches += count;
     in_graphs += count;
   }
+  occupy(stream, of_kernels);
   for (auto& [function, argument] : graph->host_functions) function(argument);
   return SUCCESS;
 }
@@ -203,6 +254,7 @@ int launch(Kernel* kernel, void* stream) {
   }
   kernel->count.fetch_add(1, std::memory_order_relaxed);
   all_launches.fetch_add(1, std::memory_order_relaxed);
+  occupy(stream, seconds_of(kernel));
   spend_launch_time();
   return SUCCESS;
 }
@@ -281,8 +333,6 @@ static std::string json_of(const std::map<std::string, uint64_t>& counts) {
   for (auto& [name, count] : counts) json += (json.size() > 1 ? ", \"" : "\"") + escaped(name) + "\": " + std::to_string(count);
   return json + "}";
 }
-
-static const char* const KIND_NAMES[KINDS] = {"torch", "triton", "library", "memset"};
 
 EXPORT uint64_t virtual_gpu_launches() { return all_launches; }
 EXPORT uint64_t virtual_gpu_syncs() { return all_syncs; }

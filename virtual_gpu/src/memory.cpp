@@ -317,7 +317,10 @@ int copy(void* target, const void* source, size_t bytes, bool waits, void* strea
       }
     }
   }
-  if (waits) count_sync("cudaMemcpy");
+  if (waits) {
+    count_sync("cudaMemcpy");
+    wait_for_all_streams();
+  }
   if (on_device && from_device) {
     count(within_device, bytes);
     const Kernel* producer = last_kernel();

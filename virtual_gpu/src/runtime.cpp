@@ -138,6 +138,7 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
 EXPORT cudaError_t cudaDeviceSynchronize() {
   CHECK(check_device_sync("cudaDeviceSynchronize"));
   count_sync("cudaDeviceSynchronize");
+  wait_for_all_streams();
   return cudaSuccess;
 }
 
@@ -311,11 +312,15 @@ EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) { return result(check_stream_sync(stream, "cudaStreamQuery")); }
+EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  CHECK(check_stream_sync(stream, "cudaStreamQuery"));
+  return result(stream_of(stream)->busy_until > seconds() ? NOT_READY : SUCCESS);
+}
 
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   CHECK(check_stream_sync(stream, "cudaStreamSynchronize"));
   count_sync("cudaStreamSynchronize");
+  wait_for_stream(stream);
   return cudaSuccess;
 }
 
@@ -382,13 +387,15 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stre
 
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
   CHECK(check_event((Event*)event, "cudaEventQuery"));
-  return result(check_unsafe("cudaEventQuery"));
+  CHECK(check_unsafe("cudaEventQuery"));
+  return result(((Event*)event)->time > seconds() ? NOT_READY : SUCCESS);
 }
 
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   CHECK(check_event((Event*)event, "cudaEventSynchronize"));
   CHECK(check_unsafe("cudaEventSynchronize"));
   count_sync("cudaEventSynchronize");
+  wait_until(((Event*)event)->time);
   return cudaSuccess;
 }
 

@@ -27,6 +27,7 @@ enum Error {
   PEER_ACCESS_UNSUPPORTED = 217,
   INVALID_HANDLE = 400,
   ILLEGAL_STATE = 401,
+  NOT_READY = 600,
   NOT_SUPPORTED = 801,
   CAPTURE_UNSUPPORTED = 900,
   CAPTURE_INVALIDATED = 901,
@@ -73,6 +74,7 @@ struct Kernel {
   std::atomic<uint64_t> count{0};
   int registers = 32, local = 0, shared = 0, max_threads = 1024, architecture = 0;
   bool is_true = false;         // whether its result, a single boolean, reads back as true
+  double seconds = -1;          // on the GPU; below 0 before its first launch
 };
 Kernel* kernel_named(const char* name, Kind kind);
 void register_kernel(const void* host_function, const char* name, int thread_limit);
@@ -83,6 +85,10 @@ int occupancy(const Kernel* kernel, int threads, size_t dynamic_shared);
 void count_sync(const char* call);
 const Kernel* last_kernel();    // that this thread has launched
 void set_last_kernel(const Kernel* kernel);
+void occupy_until(void* stream, double time);  // a time of seconds()
+void wait_until(double time);
+void wait_for_stream(void* stream);
+void wait_for_all_streams();
 bool is_finite();               // whether copies to the host contain finite numbers
 
 struct Graph;
@@ -121,9 +127,10 @@ struct Stream {
   unsigned flags;
   int device;
   Capture* capture = nullptr;
+  std::atomic<double> busy_until{0};  // when its kernels will have ended
 };
 struct Event {
-  std::atomic<double> time{0};
+  std::atomic<double> time{0};       // when the work before it has ended
   uint64_t capture = 0;              // the capture in which it was last recorded, or 0
   bool is_recorded = false;
   Stream* stream = nullptr;

@@ -3,7 +3,8 @@
 A step extends from one ``Accelerator.accumulate`` to the next, so the last one of a run is not recorded. The environment
 variable SPY_FILE names the record. With SPY_NOT_FINITE_AT, the numbers that the host reads in that step are NaN. With
 SPY_INTEGERS, the integers that it reads have this value. TRIAL_CHOOSES names the features that the trial of --speed finds
-fastest, separated by commas. With TUNE_WITHOUT_SEARCH, `tune` measures no other configurations.
+fastest, separated by commas; TRIAL_HAS_TIME only gives it time. With TUNE_WITHOUT_SEARCH, `tune` measures no other
+configurations.
 """
 
 import atexit
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -37,6 +39,7 @@ steps = []
 reached = set()
 syncs = collections.Counter()
 last = {}
+begun = 0.0
 
 
 def counters():
@@ -49,13 +52,17 @@ def counters():
 
 
 def begin_step():
+    global begun
     import torch
 
     now = counters()
     if last:
         counted = {name: now[name] - last[name] for name in COUNTERS}
         random_state = bytes(torch.cuda.get_rng_state()).hex()
-        steps.append({**counted, "bytes": now["bytes"], "random_state": random_state, "sync_places": dict(syncs)})
+        seconds = time.perf_counter() - begun
+        steps.append(
+            {**counted, "seconds": seconds, "bytes": now["bytes"], "random_state": random_state, "sync_places": dict(syncs)}
+        )
     last.update(now)
     syncs.clear()
     number = len(steps) + 1
@@ -68,6 +75,7 @@ def begin_step():
         torch.cuda.set_sync_debug_mode("warn")
         warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
         warnings.showwarning = count_place
+    begun = time.perf_counter()
 
 
 def count_place(message, category, filename, lineno, file=None, line=None):
@@ -121,9 +129,11 @@ def leave_out_search(module):
 
 @wrapt.when_imported("kohya_ext.speed.trial")
 def decide_trial(module):
-    """Give the trial of a short run time, and choose by name: kernels take no time here."""
+    """Give the trial of a short run time, and choose by name where kernels take none."""
+    if "TRIAL_CHOOSES" not in os.environ and "TRIAL_HAS_TIME" not in os.environ:
+        return
+    module.MOST_SECONDS = module.SHARE = 1e9
+    module.LEAST_SECONDS_OF_COMPILING = 1e99
     if "TRIAL_CHOOSES" in os.environ:
-        module.MOST_SECONDS = module.SHARE = 1e9
-        module.LEAST_SECONDS_OF_COMPILING = 1e99
         chosen = tuple(name for name in os.environ["TRIAL_CHOOSES"].split(",") if name)
         module.choose = lambda candidates: next(each for each in candidates if each.features == chosen)
