@@ -4,7 +4,7 @@
 
 Needs no GPU: Triton and the ptxas that it brings compile for any. Every combination of format, precision, tile and row length
 that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are the kernels of gates, rotary embeddings and
-Adafactor. sm_75 has the latter alone. A kernel that needs more shared memory than a GPU gives to one block ends a run at its
+optimizers. sm_75 has the latter alone. A kernel that needs more shared memory than a GPU gives to one block ends a run at its
 first step, and spilled registers make it slow.
 """
 
@@ -90,7 +90,7 @@ def kinds(capability: int) -> list[str]:
 def launches(capability: int, precisions: Sequence[str] = PRECISIONS) -> Iterator[tuple[str, Configuration]]:
     """Yield all launches on a GPU, by their names: the 8-bit format if there is one, the precision, and the kernel's."""
     for precision in precisions:
-        fused = (*_elementwise(precision), *_adafactor(precision))
+        fused = (*_elementwise(precision), *_adafactor(precision), *_adamw(precision))
         yield from ((f"fused, {precision}, {each.name}", each) for each in fused)
         for kind in kinds(capability):
             yield from ((f"{kind}, {precision}, {each.name}", each) for each in configurations(kind, precision))
@@ -205,6 +205,16 @@ def _adafactor(precision: str) -> Iterator[Configuration]:
         ("update of small matrices", kernels._adafactor_update_small, {**small, **step}),
     ):
         yield Configuration(f"Adafactor's {what}", kernel, types, constants, 8, 3, ("count", "m"))
+
+
+def _adamw(precision: str) -> Iterator[Configuration]:
+    from kohya_ext.kernels import adamw_kernels as kernels
+
+    if precision == "bf16":
+        names = ("weight", "gradient", "average", "average_of_squares")
+        numbers = ("of_gradient", "kept", "of_square", "correction", "eps", "rate", "decay")
+        types = {**dict.fromkeys(names, "*bf16"), **dict.fromkeys(numbers, "fp32"), "seed": "*i64"}
+        yield Configuration("AdamW's step", kernels._adamw, types, {"TILE": kernels._TILE["TILE"]}, 4, 3, ("size",))
 
 
 def resources(configuration: Configuration, capability: int) -> Resources:

@@ -228,7 +228,7 @@ def main() -> int:
             cost = document["rows"].setdefault(row.name, {})
             packages = {name: cache.version(name) for name in PACKAGES}
             cost |= {"arguments": " ".join([row.script, *row.arguments]), **commit(checkout), "packages": packages}
-            add_round(cost, used)
+            add_round(cost, used, FIRST_STEPS)
             if "trained" in used:
                 cost["trained"] = used["trained"]
             print(f"{row.name}: {cost}", file=sys.stderr, flush=True)

@@ -50,8 +50,8 @@ FUSED_OPERATIONS = Option(
     "fused_operations",
     None,
     boolean,
-    "use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks, fused steps of Adafactor, and no needless "
-    "masks of attention; results differ by rounding only (default: see --speed)",
+    "use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks, fused steps of Adafactor and of "
+    "released AdamW, and no needless masks of attention; results differ by rounding only (default: see --speed)",
     activates=True,
 )
 

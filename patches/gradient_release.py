@@ -83,7 +83,7 @@ class _Release(TrainingCallback):
     stepped: int = 0
     """Weights stepped in this run."""
     fused: int = 0
-    """Those of them that were stepped by Adafactor's kernels, and rounded."""
+    """Those of them that were stepped by Triton kernels, and rounded."""
     earlier: Any = 0.0
     """The sum of the squares of all gradients in the last step."""
     squares: Any = 0.0
@@ -135,11 +135,19 @@ class _Release(TrainingCallback):
         self.stepped += 1
 
     def _fused_step(self, optimizer: Any, weight: Any, group: Any, rounding: StochasticRounding) -> bool:
-        """Step a bf16 weight of Adafactor with its kernels, if steps are fused."""
-        from kohya_ext.kernels import adafactor
+        """Step a bf16 weight with kernels of its optimizer, if there are some and steps are fused."""
+        import torch
+        from transformers import Adafactor
 
-        is_adafactor = type(optimizer).__name__ == "Adafactor"
-        is_stepped = self.fuses() and is_adafactor and adafactor.step(optimizer, weight, group, rounding.bits)
+        from kohya_ext.kernels import adafactor, adamw
+
+        if not self.fuses():
+            return False
+        kind, is_stepped = type(optimizer), False
+        if kind is Adafactor:
+            is_stepped = adafactor.step(optimizer, weight, group, rounding.bits)
+        elif kind is torch.optim.AdamW:
+            is_stepped = adamw.step(optimizer, weight, group, rounding.seed)
         self.fused += is_stepped
         return is_stepped
 

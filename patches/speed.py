@@ -35,7 +35,7 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import fresh_start, journal, last_step, step_times
-from kohya_ext.sdscripts.constraints import PRESERVATION, Run
+from kohya_ext.sdscripts.constraints import PRESERVATION, RELEASE, Run
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.speed import hang, proof, switches, verdicts
 from kohya_ext.speed.switches import COMPILED_BLOCKS, CUDA_GRAPHS, FUSED_OPERATIONS, FUSED_STEPS, Switch
@@ -63,6 +63,8 @@ class _Speed(TrainingCallback):
     machine: Mapping[str, str]
     settings: str
     """A hash of the options that affect a step."""
+    of_steps: Sequence[Switch] = ()
+    """What works with any choice of a trial."""
     model: Any = None
     """The model of the first forward pass; None before it."""
     chosen: tuple[str, ...] = ()
@@ -77,12 +79,6 @@ class _Speed(TrainingCallback):
     def close(self) -> list[Switch]:
         """The features that change results."""
         return [switch for switch in self.features if switch.exactness == "close"]
-
-    @property
-    def of_steps(self) -> list[Switch]:
-        """What works with any choice of a trial."""
-        uses_adafactor = Run("", vars(self.args)).uses_adafactor
-        return [FUSED_STEPS] if uses_adafactor and FUSED_OPERATIONS in self.features else []
 
     def on_state_load(self, folder: Path) -> None:
         self.of_state = verdicts.read_from_state(folder)
@@ -292,7 +288,9 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sp
     features = [switch for switch in features if problems[switch.name] is None]
     CUDA_GRAPHS.on = CUDA_GRAPHS in features
     key = step_times.cache_key(Path(sys.argv[0]), args, settings)
-    return _Speed(args, accelerator, features, machine, key) if features else None
+    may_have_kernels = Run("", vars(args)).uses_adafactor or settings[RELEASE]
+    of_steps = [FUSED_STEPS] if may_have_kernels and FUSED_OPERATIONS in features else []
+    return _Speed(args, accelerator, features, machine, key, of_steps) if features else None
 
 
 def _reason_not_to_choose(args: Namespace, accelerator: Accelerator, settings: Settings) -> str | None:

@@ -42,10 +42,14 @@ _LIBRARY.define(
     "small_squares(Tensor gradient, Tensor weight, Tensor(a!) rows, Tensor(b!) columns, Tensor(c!) of_updates, "
     "Tensor(d!) of_weights) -> ()"
 )
+_LIBRARY.define(
+    "adamw(Tensor weight, Tensor gradient, Tensor average, Tensor average_of_squares, Tensor seed, Tensor(a!) out, "
+    "Tensor(b!) out2, Tensor(c!) out3) -> ()"
+)
 for _name in (
     *("quantize_rows", "transpose", "multiply", "quantize_pixels", "convolve"),
     *("geglu", "geglu_backward", "swiglu", "swiglu_backward", "rotate", "squares", "squares_of_update", "update"),
-    "small_squares",
+    *("small_squares", "adamw"),
 ):
     _LIBRARY.impl(_name, lambda *_: None, "CompositeExplicitAutograd")
 _operators = torch.ops.kohya_ext_kernels
@@ -145,6 +149,10 @@ def _update(*args: Any, **__: Any) -> None:
     _operators.update(*args[:7])
 
 
+def _adamw(weight: Any, gradient: Any, average: Any, average_of_squares: Any, seed: Any, *_: Any, **__: Any) -> None:
+    _operators.adamw(weight, gradient, average, average_of_squares, seed, weight, average, average_of_squares)
+
+
 @dataclass(frozen=True)
 class _Kernel:
     """An operator in place of a Triton kernel, which Dynamo would ask a driver to compile."""
@@ -166,7 +174,7 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
             raise UserError(f"an 8-bit base cannot be estimated: {missing}, or remove --base_precision")
         yield
         return
-    from kohya_ext.kernels import adafactor, adafactor_kernels, elementwise, fused
+    from kohya_ext.kernels import adafactor, adafactor_kernels, adamw, adamw_kernels, elementwise, fused
     from kohya_ext.quantization import convolution_kernels, kernels
 
     launched: tuple[tuple[Any, str, Any], ...] = (
@@ -185,10 +193,12 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
         (adafactor_kernels, "_adafactor_update", _update),
         (adafactor_kernels, "_adafactor_small_squares", _small_squares),
         (adafactor_kernels, "_adafactor_update_small", _update),
+        (adamw_kernels, "_adamw", _adamw),
     )
     with ExitStack() as stack:
         stack.enter_context(replaced(fused, "elementwise_kernels", lambda *_: elementwise))
         stack.enter_context(replaced(adafactor, "kernels_on", lambda *_: adafactor_kernels))
+        stack.enter_context(replaced(adamw, "kernels_on", lambda *_: adamw_kernels))
         # The matrix of one fake mode is not valid in another.
         stack.enter_context(replaced(rotation, "_matrices", {}))
         stack.enter_context(replaced(kernels, "tiles", lambda *_: kernels.TILES))

@@ -12,6 +12,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kohya_ext.kernels.rounding import rounded
+
 #: Rows and columns of a tile of a matrix.
 _TILE = {"TILE_M": 32, "TILE_N": 128, "num_warps": 8}
 
@@ -57,9 +59,8 @@ def _stepped(weight, update, divisor, random, at, inside, rate, decay, HAS_DECAY
     if HAS_DECAY:
         value -= decay * value
     value -= tl.math.div_rn(update, tl.load(divisor)) * rate
-    if IS_ROUNDED:  # bf16 is the upper half of a float32, to whose lower half the random bits are added
-        bits = value.to(tl.int32, bitcast=True) + tl.load(random + at, mask=inside, other=0)
-        value = (bits & -65536).to(tl.float32, bitcast=True)
+    if IS_ROUNDED:
+        value = rounded(value, tl.load(random + at, mask=inside, other=0))
     return value
 
 

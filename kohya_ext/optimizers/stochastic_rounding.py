@@ -35,6 +35,12 @@ class StochasticRounding:
 
         return torch.empty_like(like, dtype=torch.int32).random_(0, 1 << _LOWER_BITS, generator=self._generator)
 
+    def seed(self) -> Any:
+        """Return the next random number, int64 [1] on the device, from which a kernel makes bits of its own."""
+        import torch
+
+        return torch.empty(1, dtype=torch.int64, device=self.device).random_(generator=self._generator)
+
     @property
     def device(self) -> Any:
         """The device of all rounded values."""

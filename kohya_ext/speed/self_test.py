@@ -84,6 +84,8 @@ def fused_operations(device: torch.device) -> None:
         _compare(_gradients(torch.cat(casts.copies(weights, dtype)), weights), expected, f"copies of weights in {dtype}")
         for shape in _WEIGHTS:
             _adafactor(shape, dtype, device)
+            if dtype is torch.bfloat16:
+                _adamw(shape, device)
         for rows, inner, outer, rank in _LAYERS:
             x = torch.randn(rows, inner, device=device, dtype=dtype, requires_grad=True)
             weight = torch.randn(outer, inner, device=device, dtype=dtype) / inner**0.5
@@ -113,6 +115,21 @@ def _adafactor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
         options = {"beta": 0.0, "eps": 1e-3, "clip": 1.0, "rate": 1.0, "decay": 0.5, "random": random}
         kernels.step(results[0], gradient, *results[1:], **options)
         _compare(results, [expected, rows, columns], f"a step of Adafactor of {tuple(shape)} in {dtype}")
+
+
+def _adamw(shape: Sequence[int], device: torch.device) -> None:
+    """Compare AdamW's first step with the same arithmetic of PyTorch's operators, from a weight of zeros."""
+    from kohya_ext.kernels import adamw
+
+    gradient = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    if (kernels := adamw.kernels_on(device.type)) is not None:
+        results = [torch.zeros_like(gradient) for _ in range(3)]
+        seed = torch.ones(1, device=device, dtype=torch.int64)
+        options = {"number": 1, "betas": (0.9, 0.99), "eps": 0.1, "rate": 1.0, "decay": 0.5}
+        kernels.step(results[0], gradient, *results[1:], seed, **options)
+        exact = gradient.float()
+        expected = [-exact / (exact.abs() + 0.1), 0.1 * exact, 0.01 * exact.square()]
+        _compare(results, expected, f"a step of AdamW of {tuple(shape)}")
 
 
 class _Block(torch.nn.Module):  # type: ignore[misc]  # torch is not followed

@@ -33,7 +33,7 @@ COMPILED_BLOCKS = Switch("selective_torch_compile", "compiled blocks", "close")
 
 ALL = (CUDA_GRAPHS, FUSED_OPERATIONS, COMPILED_BLOCKS)
 
-FUSED_STEPS = Switch("fused_steps", "fused steps of Adafactor", "close")
+FUSED_STEPS = Switch("fused_steps", "fused steps of the optimizer", "close")
 """What fused operations do outside the passes that a trial compares. It needs their self-test, and works with any choice."""
 
 _EVERY = (*ALL, FUSED_STEPS)

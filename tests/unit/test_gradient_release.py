@@ -296,6 +296,14 @@ def test_probes_know_how_an_optimizer_treats_weights(kind, is_separate, states, 
     assert all(map(torch.equal, weights, weights_of()))
 
 
+def test_optimizers_of_other_packages_have_no_kernels():
+    optimizer = torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(512, 512, dtype=torch.bfloat16))])
+    (group,) = optimizer.param_groups
+    (weight,) = group["params"]
+    weight.grad = torch.zeros_like(weight)
+    assert not _Release(None, 0.0, fuses=lambda: True)._fused_step(optimizer, weight, group, StochasticRounding("cpu", 1))
+
+
 # --- clipping --------------------------------------------------------------------------------------------------------
 
 

@@ -328,7 +328,7 @@ def test_kernels_equal_the_arithmetic_in_the_interpreter():
 #: The launches of sm_86 that are compiled by default: gates, rotations and optimizer steps, the narrowest and widest rows,
 #: products with the fewest and the most conditions, and convolutions with the largest tiles.
 COMPILED = re.compile(
-    r".*, bf16, ((gate|rotation|Adafactor's) .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA)"
+    r".*, bf16, ((gate|rotation|Adafactor's|AdamW's) .*|quantize .*, (1024|15360) columns|multiply .*, (even|uneven m LoRA)"
     r"|pixels .*, 2560 channels|convolve .*, 128x128x128)"
 )
 
@@ -346,7 +346,7 @@ def test_kernels_fit_without_spills(capability, chosen):
     assert len(launches) >= (4 if capability == 75 else 10) * len(kernel_resources.PRECISIONS)
     if chosen is not None:
         launches = {name: each for name, each in launches.items() if chosen.fullmatch(name)}
-        assert {"multiply", "quantize", "gate", "rotation", "Adafactor's", "pixels", "convolve"} <= {
+        assert {"multiply", "quantize", "gate", "rotation", "Adafactor's", "AdamW's", "pixels", "convolve"} <= {
             name.split(", ")[2].split()[0] for name in launches
         }
     for name, each in launches.items():

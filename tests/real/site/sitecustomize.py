@@ -6,7 +6,7 @@ out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES reco
 REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations, and lets --speed choose on the CPU: TRIAL_CHOOSES names the
 features that its trial finds fastest, separated by commas, and SELF_TEST_FAILS one that fails its self-test. TRIAL_COMPILES
 gives the trial time to compile blocks. LOSES_GPU names the features whose trial ends the process's use of the GPU.
-SPY_PROFILER_FAILS makes torch's profiler fail. TRITON_INTERPRET lets Adafactor's kernels run on the CPU.
+SPY_PROFILER_FAILS makes torch's profiler fail. TRITON_INTERPRET lets optimizers' kernels run on the CPU.
 WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
 there. COMPILE_BACKEND is torch.compile's backend for the blocks. BREAK breaks compiling: with an old version (``torch``),
 changed Lumina blocks (``layout``) or a failing ``backend``, called "broken", in the first step.
@@ -253,6 +253,13 @@ def interpret_steps(module):
     module.kernels_on, module.LEAST = lambda *_: adafactor_kernels, 1
 
 
+def interpret_adamw(module):
+    """The same for AdamW."""
+    from kohya_ext.kernels import adamw_kernels
+
+    module.kernels_on = lambda *_: adamw_kernels
+
+
 def break_profiler(module):
     def fail(self):
         raise RuntimeError("no profiler here")
@@ -439,6 +446,7 @@ if "STATES_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(keep_states_on_cpu, "kohya_ext.patches.gradient_release")
 if "TRITON_INTERPRET" in os.environ:
     wrapt.register_post_import_hook(interpret_steps, "kohya_ext.kernels.adafactor")
+    wrapt.register_post_import_hook(interpret_adamw, "kohya_ext.kernels.adamw")
 if "TRIAL_CHOOSES" in os.environ:
     wrapt.register_post_import_hook(decide_trial, "kohya_ext.speed.trial")
 if "LOSES_GPU" in os.environ:

@@ -1,4 +1,4 @@
-"""Adafactor's step with Triton kernels: as those of sd-scripts, transformers and gradient release, interpreted; its count."""
+"""Steps of Adafactor and AdamW in Triton kernels, interpreted, as those of sd-scripts, transformers and gradient release."""
 
 from functools import partial
 
@@ -107,6 +107,10 @@ fused_adafactor._counts.clear()
 (expected, _), (results, _) = (trained(released(fused), torch.bfloat16, PLAIN) for fused in (lambda *_: False, counted))
 assert fused_adafactor._counts["weights"] == 3 * len(SHAPES)
 assert all((result != weight).sum() <= 0.001 * weight.numel() for result, weight in zip(results, expected))
+poisoned, ones = torch.full((4, 4), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32), torch.ones(4, 4)  # a NaN of a GPU
+options = {"beta": 0.5, "eps": 1.0, "clip": 1.0, "rate": 0.1, "decay": 0.0, "random": lambda like: torch.ones_like(like).int()}
+adafactor_kernels.step(poisoned, ones, ones[0].clone(), ones[0].clone(), **options)
+assert poisoned.isnan().all()
 adafactor.LEAST = 10**9
 fused_adafactor._counts.clear()
 trained(NEAREST[1], torch.float32, PLAIN)
@@ -133,9 +137,10 @@ BF16 = ("--mixed_precision", "bf16", "--full_bf16", "--max_grad_norm", "0")
 
 #: Options of a fine-tune, and the relative difference from which on elements count as different.
 RUNS = {
-    "bf16": ((*BF16, "--fused_backward_pass"), 0),
-    "released": ((*BF16, "--gradient_release"), 0),
-    "float32": (("--fused_backward_pass", "--max_grad_norm", "0"), 1e-4),
+    "bf16": ((*ADAFACTOR, *BF16, "--fused_backward_pass"), 0),
+    "released": ((*ADAFACTOR, *BF16, "--gradient_release"), 0),
+    "float32": ((*ADAFACTOR, "--fused_backward_pass", "--max_grad_norm", "0"), 1e-4),
+    "adamw": (("--optimizer_type", "AdamW", *BF16, "--gradient_release"), 2**-5),  # it has other random bits
 }
 
 
@@ -146,21 +151,23 @@ def test_a_run_is_that_of_the_original_steps(checkout, train, name):
     """But for a few elements: next to a border of rounding, or with gradients that are only rounding, as of keys' biases."""
     options, tolerance = RUNS[name]
     original, ours = (
-        train(checkout, "flux_train.py", *ADAFACTOR, *options, "--fused_operations", env=env, bare=bool(env))
+        train(checkout, "flux_train.py", *options, "--fused_operations", env=env, bare=bool(env))
         for env in ({}, {"TRITON_INTERPRET": "1"})  # triton reads it at import
     )
     assert ours.code == original.code == 0, ours.output[-4000:]
     facts = ours.report["facts"]
-    assert (facts["gradient_release"]["fused"] if name == "released" else facts["fused_adafactor"]["weights"]) > 100
+    assert (
+        facts["gradient_release"]["fused"] if "--gradient_release" in options else facts["fused_adafactor"]["weights"]
+    ) > 100
     pairs = [(value, original.tensors[name]) for name, value in ours.tensors.items()]
     differ = sum(int((~torch.isclose(*pair, rtol=tolerance, atol=tolerance * 0.01)).sum()) for pair in pairs)
     assert differ <= 0.02 * sum(value.numel() for value in ours.tensors.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["released", "float32"])  # else PyTorch rounds the loaded states to bf16, as upstream
+@pytest.mark.parametrize("name", ["released", "float32", "adamw"])  # else PyTorch rounds the loaded states to bf16, as upstream
 def test_a_resumed_run_is_the_undisturbed_one(checkout, train, name):
-    options = (*ADAFACTOR, *RUNS[name][0], "--fused_operations", "--save_every_n_steps", "2", "--save_state")
+    options = (*RUNS[name][0], "--fused_operations", "--save_every_n_steps", "2", "--save_state")
     run = partial(train, env={"TRITON_INTERPRET": "1"}, bare=True)
     undisturbed = run(checkout, "flux_train.py", *options)
     resumed = run(checkout, "flux_train.py", *options, "--resume", str(undisturbed.folder / "tiny-step00000002-state"))
