@@ -63,13 +63,14 @@ def as_typed(given: argparse.Namespace) -> Row:
 
 
 def add_round(cost: dict[str, Any], used: dict[str, Any], first: int) -> None:
-    """Add a run's steps after the ``first`` ones to the ``cost`` of a variant."""
+    """Add a run's steps after the ``first`` ones, and the bytes that all of it has reserved, to the ``cost`` of a variant."""
     if "failed" in used:
         cost["failed"] = used["failed"]
         return
     steps = used["steps"][first:]
     cost.pop("failed", None)
     cost |= {name: min(step[name] for step in steps) for name in ("launches", "syncs")}
+    cost |= {name: used[name] for name in ("reserved",) if name in used}  # the benchmark of peers does not count it
     cost.setdefault("rounds", []).append(round(min(step["processor_seconds"] for step in steps), 4))
     cost["seconds"] = min(cost["rounds"])
 

@@ -194,7 +194,12 @@ class LayerCheck:
         return [None if tensor is None else Results([tensor]) for tensor in (*outputs, *gradients)]
 
     def _in_fp32(self, layer: Any, args: Any, kwargs: Any, needs: Sequence[bool]) -> list[Results | None] | None:
-        """Return the same in fp32, with the weights rounded as they are; None if the layer cannot run so."""
+        """Return the same in fp32, with the weights rounded as they are; None if the layer cannot run so.
+
+        A block's tensors are large, and those in fp32 fit into no memory that others leave. So the driver gets it back.
+        """
+        if layer in self._calls:
+            self._recorder.return_unused()
         own = {weight: weight.data for weight in layer.parameters() if weight.is_floating_point()}
         try:
             for weight, data in own.items():
@@ -205,6 +210,8 @@ class LayerCheck:
         finally:
             for weight, data in own.items():
                 weight.data = data
+            if layer in self._calls:
+                self._recorder.return_unused()
         for weight in self._trained:
             weight.grad = None
         return None

@@ -376,11 +376,13 @@ class Trial:
     def _problem_of_layers(self, states: RandomStates) -> str | None:
         """Compare each layer's passes with and without the features that are on; return how one is wrong, or None."""
         self._clear_gradients()
+        self.recorder.return_unused()
         states.restore()
         check = LayerCheck(self.trained, self.recorder, self._calls, self._samples)
         with torch.no_grad(), self._autocast(), check.on(self.modules[0]):
             self._forward(*self._args, **self._kwargs)
         move_back(self.modules[0])
+        self.recorder.return_unused()  # tensors of these sizes would leave gaps between those of the passes
         return check.problem
 
     def _results(self, output: torch.Tensor) -> Results:

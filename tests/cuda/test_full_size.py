@@ -1,6 +1,8 @@
 """Real scripts at full size on the virtual GPU reserve the memory that is predicted for their command lines."""
 
+import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +131,35 @@ def test_predicted_memory_of_one_of_two_processes_is_near(gpu_environment, check
     assert "failed" not in row["used"]
     assert abs(row["error_percent"]["allocated"]) < 2
     assert abs(row["error_percent"]["reserved"]) < percent
+
+
+#: With swapped blocks, little memory is left on 16 GB for the layers in fp32 with which a trial compares.
+WITH_TRIAL = {
+    "sdxl_train_network.py --preset 16gb": "16",
+    "flux_train_network.py --preset 16gb": "16",
+    "train_network.py --preset 8gb": "8",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.newest
+@pytest.mark.parametrize(("command", "gpu"), WITH_TRIAL.items())
+def test_a_trial_reserves_no_more_than_eager_passes(gpu_environment, checkout, tmp_path, command, gpu):
+    words = ["-m", "benchmarks.host_time", "--sd-scripts", str(checkout.path), "--scratch", str(tmp_path), "--rounds", "1"]
+    machine = {"VIRTUAL_GPU_LAUNCH_NS": "11000", "VIRTUAL_GPU_KERNEL_NS": "10000"}
+
+    def measured(options):
+        done = subprocess.run(
+            [sys.executable, *words, "--variants", "default", "--gpu_memory", gpu, "--command", command + options],
+            cwd=ROOT,
+            env={**os.environ, **machine},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return ast.literal_eval(done.stderr.splitlines()[-1].partition(" default: ")[2])
+
+    eager, tried = measured(" --speed off"), measured("")
+    assert tried["launches"] < 0.7 * eager["launches"], "a feature was chosen"
+    assert tried["reserved"] < 1.005 * eager["reserved"]
