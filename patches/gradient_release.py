@@ -16,14 +16,14 @@ is clipped, too. Gradients are left as they are, exactly, while neither norm is 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kohya_ext.config.settings import Option, Settings, boolean
+from kohya_ext.config.settings import Option, Settings, boolean, fraction
 from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.optimizers import probes
@@ -32,7 +32,7 @@ from kohya_ext.optimizers.weight_steps import PART, RoundedSteps, WeightSteps, p
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.sdscripts.constraints import CONSTRAINTS, RELEASE, Run
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, ON_HOST, ON_HOST_RATIO, RELEASE, Run
 from kohya_ext.speed import switches
 from kohya_ext.units import gigabytes
 
@@ -59,11 +59,19 @@ STOCHASTIC_ROUNDING = Option(
 )
 
 OPTIMIZER_STATES_ON_HOST = Option(
-    "optimizer_states_on_host",
+    ON_HOST,
     False,
     boolean,
     "with --gradient_release, keep the optimizer's states in host memory, and copy those of each weight to the GPU and back "
     "while others are stepped",
+)
+OPTIMIZER_STATES_ON_HOST_RATIO = Option(
+    ON_HOST_RATIO,
+    1.0,
+    fraction,
+    f"with --{ON_HOST}, about the fraction of the states that are kept in host memory, from 0 (none) to 1 (all); `plan` finds "
+    "the smallest that fits",
+    metavar="FRACTION",
 )
 
 
@@ -98,20 +106,21 @@ class _Release(TrainingCallback):
 
         optimizer = _optimizer(accelerator)
         vars(optimizer).pop("load_state_dict", None)
+        weights = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
         if self.host is not None:
+            self.host.choose(weights)
             self.host.adopt(optimizer)
         with nullcontext() if self.host is None else without_states(optimizer):
             _check(optimizer)
         if self.host is None:
-            for state, name, value in states_on_gpu(optimizer):
-                state[name] = value.to(accelerator.device)
-        weights = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
+            for weight, name, value in states_on_gpu(optimizer):
+                optimizer.state[weight][name] = value.to(accelerator.device)
         steps = self._steps(optimizer, weights)
         for weight in weights:
             self._hooks.append(weight.register_post_accumulate_grad_hook(lambda weight: self._step(steps, weight)))
         self._describe(type(optimizer).__name__, weights)
         if self.host is not None:
-            _check_host_memory(weights)
+            _check_host_memory(self.host.moved)
 
     def _steps(self, optimizer: Any, weights: list[Any]) -> WeightSteps:
         if self.rounding is None or not _has_bf16(weights):
@@ -125,7 +134,8 @@ class _Release(TrainingCallback):
     def _describe(self, optimizer: str, weights: list[Any]) -> None:
         rounded = ", rounds stochastically to bf16" if self.rounding is not None and _has_bf16(weights) else ""
         clipped = f", clips to --max_grad_norm {self.max_norm:g} by the norm of the last step" if self.max_norm else ""
-        on_host = ", keeps its states in host memory" if self.host is not None else ""
+        of_all = "its states" if self.host is None or self.host.ratio == 1 else f"about {self.host.ratio:.0%} of its states"
+        on_host = f", keeps {of_all} in host memory" if self.host is not None else ""
         note(f"--{RELEASE} steps {len(weights)} weights with {optimizer} during the backward pass{rounded}{clipped}{on_host}")
 
     def _step(self, steps: WeightSteps, weight: Any) -> None:
@@ -255,12 +265,13 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
     if accelerator.num_processes > 1:
         stop(f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process")
     rounding = StochasticRounding(accelerator.device, args.seed or 0) if settings[STOCHASTIC_ROUNDING] else None
-    host = _host_states(accelerator) if settings[OPTIMIZER_STATES_ON_HOST] else None
+    ratio = settings[OPTIMIZER_STATES_ON_HOST_RATIO]
+    host = _host_states(accelerator, ratio) if settings[OPTIMIZER_STATES_ON_HOST] else None
     fuses = switches.works_in_steps(settings)
     return _Release(rounding, args.max_grad_norm or 0.0, host, accelerator, fuses)
 
 
-def _host_states(accelerator: Accelerator) -> HostStates | None:
+def _host_states(accelerator: Accelerator, ratio: float) -> HostStates | None:
     """Return the place of states on the host; None on a CPU, where they are there already."""
     import torch
 
@@ -271,10 +282,10 @@ def _host_states(accelerator: Accelerator) -> HostStates | None:
     if not _has_streams(device):
         return None
     to_gpu, to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    return HostStates(device, to_gpu, to_host, HostMemory(PageLock.of_this_machine()))
+    return HostStates(device, to_gpu, to_host, HostMemory(PageLock.of_this_machine()), ratio)
 
 
-def _check_host_memory(weights: list[Any]) -> None:
+def _check_host_memory(weights: Collection[Any]) -> None:
     """Print a warning if the states of most optimizers, two values for each weight, are larger than the free memory."""
     from kohya_ext.patching.page_lock import free_memory
 
@@ -292,7 +303,9 @@ def _has_streams(device: Any) -> bool:
 
 def _wanted(settings: Settings) -> bool:
     if settings[OPTIMIZER_STATES_ON_HOST] and not settings[GRADIENT_RELEASE]:
-        raise UserError(f"--{OPTIMIZER_STATES_ON_HOST.name} needs --{RELEASE}: add it, or remove the first")
+        raise UserError(f"--{ON_HOST} needs --{RELEASE}: add it, or remove the first")
+    if settings[OPTIMIZER_STATES_ON_HOST_RATIO] != 1 and not settings[OPTIMIZER_STATES_ON_HOST]:
+        raise UserError(f"--{ON_HOST_RATIO} needs --{ON_HOST}: add it, or remove the first")
     return bool(settings[GRADIENT_RELEASE])
 
 
@@ -310,7 +323,7 @@ PATCH = Patch(
     name=RELEASE,
     summary="--gradient_release: step each weight of a fine-tune during the backward pass, with any optimizer",
     targets=(),
-    options=(GRADIENT_RELEASE, STOCHASTIC_ROUNDING, OPTIMIZER_STATES_ON_HOST),
+    options=(GRADIENT_RELEASE, STOCHASTIC_ROUNDING, OPTIMIZER_STATES_ON_HOST, OPTIMIZER_STATES_ON_HOST_RATIO),
     exactness="exact",
     held_to="the same run without it, for float32 weights or with --no-stochastic_rounding, while no gradient is clipped; the "
     "mean of stochastic roundings, to the value",

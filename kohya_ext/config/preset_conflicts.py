@@ -20,6 +20,7 @@ from kohya_ext.sdscripts.constraints import (
     CONSTRAINTS,
     KEEPS_CACHE,
     ON_HOST,
+    ON_HOST_RATIO,
     RELEASE,
     VARIANTS,
     Constraint,
@@ -185,6 +186,7 @@ RULES = (
     Rule(("gradient_checkpointing_ratio", "keep_attention"), ("gradient_checkpointing",), _is_off),
     Rule(("keep_attention",), ("vram_budget",), _is_set),
     Rule((ON_HOST,), (RELEASE,), _is_off),
+    Rule((ON_HOST_RATIO,), (ON_HOST, RELEASE), _is_off),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
 )
 

@@ -8,7 +8,7 @@ of their own, and events order the copies and the kernels: the host does not wai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,13 +70,16 @@ class _Arrival:
 class HostStates:
     """The states of weights on one GPU.
 
-    ``to_gpu``, ``to_host``: streams of the copies.
+    ``to_gpu``, ``to_host``: streams of the copies. ``ratio``: about the share of the states' bytes that are kept on the host.
     """
 
     device: torch.device
     to_gpu: Any
     to_host: Any
     memory: HostMemory
+    ratio: float = 1.0
+    moved: set[Weight] = field(default_factory=set)
+    """The weights whose states are kept on the host."""
     _order: list[Weight] = field(default_factory=list)
     """The weights in the order of the last step."""
     _stepped: dict[Weight, None] = field(default_factory=dict)
@@ -86,6 +89,15 @@ class HostStates:
     """(event after a weight's copies to the host, their sources)."""
     _left: dict[Weight, Any] = field(default_factory=dict)
     """Weight -> the event after its last copies to the host."""
+
+    def choose(self, weights: Iterable[Weight]) -> None:
+        """Choose the weights whose states are kept on the host, evenly among all, so that the copies have all of a pass."""
+        total, chosen = 0, 0.0
+        for weight in weights:
+            total += weight.numel()
+            if chosen + weight.numel() / 2 <= self.ratio * total:
+                self.moved.add(weight)
+                chosen += weight.numel()
 
     def fetch(self, weight: Weight, states: Mapping[Weight, State]) -> State:
         """Return a weight's state with tensors on the GPU, and begin to copy those of the weights that come next.
@@ -142,9 +154,11 @@ class HostStates:
             torch.cuda.current_stream().wait_event(self._leaving.popleft()[0])
 
     def adopt(self, optimizer: Any) -> None:
-        """Move an optimizer's states, which a run resumes with, to the host's memory, and small ones to the GPU."""
-        for state, name, value in states_on_gpu(optimizer):
-            state[name] = self.memory.empty_like(value).copy_(value) if _is_moved(value) else value.to(self.device)
+        """Move an optimizer's states, which a run resumes with, to the host's memory, and small ones and others to the GPU."""
+        for weight, name, value in states_on_gpu(optimizer):
+            is_moved = weight in self.moved and _is_moved(value)
+            moved = self.memory.empty_like(value).copy_(value) if is_moved else value.to(self.device)
+            optimizer.state[weight][name] = moved
 
     def end_step(self) -> None:
         """Take the order of this step for the next one, and let the next forward pass have the memory of this step's states."""
@@ -164,19 +178,19 @@ def _is_moved(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() >= _LEAST and not getattr(value, "is_paged", False)
 
 
-def states_on_gpu(optimizer: Any) -> Iterator[tuple[State, str, torch.Tensor]]:
-    """Yield (state of a weight, name, tensor) for the states that an optimizer has on the GPU: most count steps on the host.
+def states_on_gpu(optimizer: Any) -> Iterator[tuple[Weight, str, torch.Tensor]]:
+    """Yield (weight, name, tensor) for the states that an optimizer has on the GPU: most count steps on the host.
 
     A loaded state is on the host for the weights of swapped blocks, which are there while a run resumes. Those of bitsandbytes
     that are paged are the driver's to move.
     """
     for group in optimizer.param_groups:
         counts_on_gpu = group.get("fused") or group.get("capturable")
-        for state in (optimizer.state.get(weight, {}) for weight in group["params"]):
-            for name, value in state.items():
+        for weight in group["params"]:
+            for name, value in [*optimizer.state.get(weight, {}).items()]:
                 is_moved = isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False)
                 if is_moved and (name != "step" or counts_on_gpu):
-                    yield state, name, value
+                    yield weight, name, value
 
 
 def load_on_host(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:

@@ -48,10 +48,13 @@ class WeightSteps:
             self.step_in_place_of(weight, weight)
         weight.grad = None
 
+    def _is_on_host(self, weight: Any) -> bool:
+        return self.host is not None and weight in self.host.moved
+
     @contextlib.contextmanager
     def _state_on_gpu(self, weight: Any) -> Iterator[None]:
         """Have a weight's state on the GPU inside the block."""
-        if self.host is None:
+        if self.host is None or weight not in self.host.moved:
             yield
             return
         states = self.optimizer.state
@@ -101,12 +104,13 @@ class RoundedSteps(WeightSteps):
         """(weight, name) -> memory of a state that the first step creates."""
 
     def reserve(self, weights: Iterable[Any]) -> None:
-        """Move the states to memory without gaps, and allocate that of the states to come, if a state has its weight's shape.
+        """Move the states that stay on the GPU to memory without gaps, and allocate it for those to come, of a weight's shape.
 
         The first steps would allocate them between temporary tensors of all sizes, and leave gaps that nothing fits into.
         """
-        if self._part is not None and self.host is None:
-            for together in _chunks(weight for weight in weights if _is_rounded_weight(weight)):
+        if self._part is not None:
+            on_gpu = (weight for weight in weights if _is_rounded_weight(weight) and not self._is_on_host(weight))
+            for together in _chunks(on_gpu):
                 for name in sorted(self._rounded):
                     self._reserve(name, together)
 

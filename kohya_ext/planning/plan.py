@@ -36,6 +36,7 @@ from kohya_ext.planning.memory_savings import (
 )
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.constraints import ON_HOST, ON_HOST_RATIO
 from kohya_ext.sdscripts.introspect import option_names
 from kohya_ext.units import SMALLEST_SHARE, gigabytes, label
 
@@ -330,21 +331,31 @@ class _Search:
         return True
 
     def _reduce(self, start: CommandLine, before: Changes, point: _Point, fixed: Set[str]) -> None:
-        """Swap as few blocks as fit, or recompute as little where none are swapped: no other saving can be taken in part."""
-        parts: list[Changes] = []
+        """Swap as few blocks as fit, else keep as few states on the host, else recompute as little.
+
+        No other saving can be taken in part.
+        """
         run = attempt(self.checkout, start.with_(point.changes))
         if (limit := point.changes.get("blocks_to_swap")) is not None:
             numbers = range(int(str(before.get("blocks_to_swap", 0))) + 1, int(str(limit)))
-            parts = [{"blocks_to_swap": number} for number in numbers]
-        elif run.has("gradient_checkpointing") and "gradient_checkpointing" not in fixed:
-            parts = less_checkpointing(run, [part / 8 for part in range(1, 8)])
+            self._reduce_to(start, point, [{"blocks_to_swap": number} for number in numbers], fixed)
+            return
+        if ON_HOST in point.changes and self._reduce_to(
+            start, point, [{ON_HOST_RATIO: part / 8} for part in range(1, 8)], fixed
+        ):
+            return
+        if run.has("gradient_checkpointing") and "gradient_checkpointing" not in fixed:
+            self._reduce_to(start, point, less_checkpointing(run, [part / 8 for part in range(1, 8)]), fixed)
+
+    def _reduce_to(self, start: CommandLine, point: _Point, parts: Sequence[Changes], fixed: Set[str]) -> bool:
+        """Take the first part of a saving that fits; return whether one does."""
         free = [{key: value for key, value in part.items() if key in point.changes or key not in fixed} for part in parts]
         points = [replace(point, name=" ".join(_words(part)), changes={**point.changes, **part}) for part in free if part]
 
         def fit(indices: Sequence[int]) -> list[bool]:
             return self._try(start, [points[index] for index in indices])
 
-        first_that(len(points), fit, estimation.together())
+        return first_that(len(points), fit, estimation.together()) < len(points)
 
 
 @dataclass(frozen=True)

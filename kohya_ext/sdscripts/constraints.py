@@ -24,6 +24,7 @@ RELEASE = "gradient_release"
 """The extension's option that steps each weight of any optimizer during the backward pass."""
 
 ON_HOST = "optimizer_states_on_host"
+ON_HOST_RATIO = "optimizer_states_on_host_ratio"
 """The extension's option that keeps the optimizer's states in host memory; it needs :data:`RELEASE`."""
 
 CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate")

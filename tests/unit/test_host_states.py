@@ -72,6 +72,19 @@ def test_states_stay_in_the_same_memory_of_the_host(host, order):
     assert host.memory.allocated == host_states._CHUNK
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("order", ["early"])
+def test_states_of_a_ratio_are_chosen_evenly(host, order, ratio):
+    sizes = [(7919 * number) % 1000 + 1 for number in range(400)]
+    weights = [torch.empty(size, device="meta") for size in sizes]
+    host.ratio = ratio
+    host.choose(weights)
+    for part in (weights[:100], weights[100:200], weights):
+        chosen = sum(weight.numel() for weight in part if weight in host.moved)
+        assert abs(chosen - ratio * sum(weight.numel() for weight in part)) <= 1000
+    assert ratio < 1 or len(host.moved) == len(weights)
+
+
 def test_pieces_of_host_memory_do_not_overlap():
     memory = HostMemory(PageLock(0))
     tensors = [
