@@ -10,7 +10,7 @@ the GPU and are not trained are converted there, too. ``--int8_convolutions`` ad
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -174,14 +174,21 @@ def _write(cache: BaseCache, converted: Layers) -> None:
         warn(f"--base_precision_cache: the weights are not kept: {error}")
 
 
-def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Base:
-    wanted, script = settings[BASE_PRECISION], program().command.name
+def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
+    """Yield why a run cannot use it."""
+    wanted = settings[BASE_PRECISION]
     if settings[INT8_CONVOLUTIONS] and (reason := reason_to_refuse_convolutions(wanted, args, script)) is not None:
-        stop(f"--int8_convolutions: {reason}")
-    if wanted is None:
-        stop("--base_precision_cache keeps the weights of --base_precision, which is not set; add --base_precision int8")
-    if (reason := reason_to_refuse(args, script)) is not None:
-        stop(f"--base_precision {wanted}: {reason}")
+        yield f"--int8_convolutions: {reason}"
+    elif wanted is None:
+        yield "--base_precision_cache keeps the weights of --base_precision, which is not set; add --base_precision int8"
+    elif (reason := reason_to_refuse(args, script)) is not None:
+        yield f"--base_precision {wanted}: {reason}"
+
+
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Base:
+    wanted = settings[BASE_PRECISION]
+    for problem in _problems(program().command.name, args, settings):
+        stop(problem)  # preflight, which reports it earlier, may be off
     from kohya_ext.quantization.linear import KINDS
 
     kind = KINDS[str(wanted)]
@@ -307,6 +314,7 @@ PATCH = Patch(
     wanted=lambda settings: any(
         (settings[BASE_PRECISION] is not None, settings[BASE_PRECISION_CACHE] is not None, settings[INT8_CONVOLUTIONS])
     ),
+    problems=_problems,
     facts=_facts,
     stage=Stage.FUSE,
     on_start=_start,

@@ -186,6 +186,13 @@ class Run:
         return str(self.values.get("network_module") or "")
 
     @property
+    def network_args(self) -> dict[str, str]:
+        """The values of --network_args."""
+        given = self.values.get("network_args")
+        words = given if isinstance(given, (list, tuple)) else [given] if given else []
+        return {name: value for name, _, value in (str(word).partition("=") for word in words)}
+
+    @property
     def is_detected(self) -> bool:
         """Whether upstream's LoHa and LoKr know the script's model."""
         return self.family is None or self.family.detected_by_lycoris
@@ -334,6 +341,9 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(("network_module",), (), lambda run: run.network in _DETECTING and not run.is_detected,
                "--{option} {run.network} fails in {run.script}, because it supports SDXL and Anima only; use "
                "lycoris.kohya with --network_args algo=loha or algo=lokr"),
+    Constraint(("network_args",), ("network_module",),
+               lambda run: run.network == "networks.lora_flux" and run.network_args.get("split_qkv") == "True",
+               "--{option} split_qkv=True ends {run.network} with a ValueError; remove it"),
     Constraint((), (), lambda run: run.script == "train_db.py" and run.stops_text_encoder,
                "--stop_text_encoder_training ends train_db.py with a TypeError at that step; remove it, or use -1, which "
                "trains the U-Net alone"),

@@ -202,3 +202,4 @@ def test_refusal_precedes_loading(checkout, train, options, message):
     assert run.code == 2
     assert message in " ".join(run.output.split())
     assert "base precision:" not in run.output
+    assert "prepare images" not in run.output

@@ -64,6 +64,13 @@ def test_cached_captions_change_with_variants(user):
     assert cache in given
 
 
+def test_split_weights_of_a_flux_lora_are_refused():
+    given = {"network_module": "networks.lora_flux", "network_args": ["rank_dropout=0.1", "split_qkv=True"]}
+    (problem,) = options.impossible(Path(FLUX), Namespace(**given))
+    assert "--network_args split_qkv=True ends networks.lora_flux with a ValueError" in problem
+    assert not [*options.impossible(Path(FLUX), Namespace(**{**given, "network_args": ["split_qkv=False"]}))]
+
+
 def test_token_warm_up_stays_refused():
     run = Run(LORA, {"token_warmup_step": 10, VARIANTS: 8})
     assert newly_broken(run, {"cache_text_encoder_outputs": True})

@@ -109,7 +109,9 @@ def formula_estimates(monkeypatch, tmp_path):
         image = width * height * (1_000_000_000 + round(8_000_000_000 * (1 - ratio))) // 1024**2
         swapped = (config.blocks_to_swap or 0) * 200_000_000
         kept = round(ratio * 500_000_000) if config.keep_attention else 0
-        size = 5_000_000_000 + rank + config.train_batch_size * image - swapped + kept
+        on_gpu = 1 - config.optimizer_states_on_host * config.optimizer_states_on_host_ratio
+        states = round(on_gpu * 10_000_000_000) if (config.script, config.optimizer_type) == (FULL, "AdamW") else 0
+        size = 5_000_000_000 + rank + config.train_batch_size * image - swapped + kept + states
         images = config.train_batch_size * config.gradient_accumulation_steps
         work = round(15e12 * (1 + ratio / (4 if config.keep_attention else 2))) * images
         result = Estimate(config.key(), size, size, size, "forward", {}, {}, work, 0, {}, checkout.layout)
@@ -133,6 +135,14 @@ def test_checkpointing_of_the_base_preset_is_reduced_where_there_is_room(checkou
 
     assert answer().settings["gradient_checkpointing_ratio"] == 0.375
     assert answer("--gradient_checkpointing").settings["gradient_checkpointing_ratio"] is None
+
+
+@pytest.mark.parametrize(("size", "on_host"), [(12, 0.5), (8, 0.875)])
+def test_as_few_states_as_fit_are_on_the_host(checkout, formula_estimates, size, on_host):
+    command = CommandLine(checkout.script(FULL), ["--optimizer_type", "AdamW"], {})
+    settings = planning.plan(checkout, command, size * GIB, GPU, lambda line: None).answer.command.settings
+    assert settings["optimizer_states_on_host"]
+    assert (settings["optimizer_states_on_host_ratio"], settings["gradient_checkpointing_ratio"]) == (on_host, None)
 
 
 @pytest.mark.parametrize(
