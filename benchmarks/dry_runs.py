@@ -41,6 +41,7 @@ SITE = Path(__file__).with_name("third_party")
 _COMMON = "--mixed_precision bf16 --gradient_checkpointing --cache_latents --train_batch_size 1 --learning_rate 1e-4"
 _SDXL = f"{_COMMON} --sdpa --no_half_vae --resolution 1024"
 _RELEASE = f"{_SDXL} --cache_text_encoder_outputs --full_bf16 --max_grad_norm 0 --gradient_release"
+_PART = "--optimizer_states_on_host --optimizer_states_on_host_ratio"
 _SD15 = f"{_COMMON} --sdpa --resolution 512"
 _INVERSION = "--token_string sks --init_word a --num_vectors_per_token 4 --optimizer_type AdamW8bit"
 _SAMPLES = "--sample_prompts benchmarks/third_party/prompts.txt --sample_every_n_steps 1"
@@ -97,6 +98,11 @@ ROWS = (
     Row("gradient release with AdamW8bit, fine-tune of SDXL", f"sdxl_train.py {_RELEASE} --optimizer_type AdamW8bit"),
     Row("optimizer states on the host, fine-tune of SDXL",
         f"sdxl_train.py {_RELEASE} --optimizer_type AdamW --optimizer_states_on_host"),
+    Row("fused steps of AdamW, fine-tune of SDXL", f"sdxl_train.py {_RELEASE} --optimizer_type AdamW --fused_operations"),
+    Row("fused steps, a quarter of the states on the host, fine-tune of SDXL",
+        f"sdxl_train.py {_RELEASE} --optimizer_type AdamW --fused_operations {_PART} 0.25"),
+    Row("fused steps, half of the states on the host, fine-tune of SDXL",
+        f"sdxl_train.py {_RELEASE} --optimizer_type AdamW --fused_operations {_PART} 0.5"),
     Row("a fork's script, SD 1.5", f"train_network.py {_SD15} --network_module networks.lora --network_dim 16 "
         "--optimizer_type AdamW8bit", _KEPT),
 )  # fmt: skip
