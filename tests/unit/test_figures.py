@@ -166,7 +166,8 @@ def memory() -> Iterator[str]:
     assert all(abs(error) < 0.5 for each in others for error in each.values())
     worst = math.ceil(10 * max(abs(error) for each in others for error in each.values())) / 10
     above = " and ".join(f"{title} {error}%" for title, error in errors.items())
-    yield f"dry runs of {len(dry)} command lines | {above} above, half of AdamW's states on the host {below}% below, all others within {worst}%"
+    outside = f"{above} above, half of AdamW's states on the host {below}% below"
+    yield f"dry runs of {len(dry)} command lines | {outside}, all others within {worst}%"
     line = next(text for text in EVIDENCE.split("\n- ") if text.startswith("On an H100, predicted and measured GB"))
     pairs = re.findall(r"([\d.]+) and\s+([\d.]+)(?= reserved|;|,\s+\d|$|\s+\(|\.)", line)
     assert len(pairs) == 12  # allocated and reserved memory of six runs
