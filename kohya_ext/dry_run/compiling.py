@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from kohya_ext.compiling import graph_breaks
 from kohya_ext.compiling.blocks import RUN
@@ -79,6 +80,7 @@ def _compiled(compile_function: Any, function: Any, options: dict[str, Any]) -> 
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(_on_gpu, (args, kwargs))
         with device.compiled():
             result = traced(*args, **kwargs)
         for value in device.fake_tensors((result,)):
@@ -86,3 +88,9 @@ def _compiled(compile_function: Any, function: Any, options: dict[str, Any]) -> 
         return result
 
     return call
+
+
+def _on_gpu(value: Any) -> Any:
+    """Return a copy of a host's tensor on the GPU, as HunyuanImage's blocks make of its tables, and keep, in the first step."""
+    is_on_host = isinstance(value, FakeTensor) and value.fake_device.type == "cpu" and value.dim() > 0
+    return value.to(device.GPU) if is_on_host else value

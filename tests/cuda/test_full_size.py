@@ -162,4 +162,4 @@ def test_a_trial_reserves_no_more_than_eager_passes(gpu_environment, checkout, t
 
     eager, tried = measured(" --speed off"), measured("")
     assert tried["launches"] < 0.7 * eager["launches"], "a feature was chosen"
-    assert tried["reserved"] < 1.005 * eager["reserved"]
+    assert tried["reserved"] < 1.01 * eager["reserved"]
