@@ -140,7 +140,12 @@ with mode, tracker, compiling.compiled_blocks(tracker):
                 loss.backward()
         allocated = [event.phase for event in tracker.events[start:] if event.bytes == 4 * 256**2]
         counts.append((tracker.flops - before, allocated.count("backward")))
-print(json.dumps([breaks, counts]))
+    table = torch.zeros(192, 192)
+    turned = torch.compile(lambda x, tables: x * tables[0].to(x.device), backend=lookup_backend(BACKEND))
+    start = len(tracker.events)
+    kept = turned(torch.zeros(192, 192, device="cuda", requires_grad=True), (table,))
+    copies = len([event for event in tracker.events[start:] if event.bytes == 4 * 192**2])
+print(json.dumps([breaks, counts, copies - 1, [str(each.device) for each in (table, kept)]]))
 """
 
 
@@ -150,10 +155,12 @@ def test_a_backward_pass_allocates_on_the_gpu_and_probes_trace() -> None:
     variables = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", COMPILED], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    breaks, ((eager, _), (compiled, allocated)) = json.loads(done.stdout)
+    breaks, ((eager, _), (compiled, allocated)), copies, devices = json.loads(done.stdout)
     assert breaks == [True, False]
     assert compiled == eager == 6 * 2 * 256 * 256 * 128
     assert allocated == 1
+    assert copies == 2, "the input, and the host's table, which the block copies to the GPU and keeps"
+    assert devices == ["cpu", "cuda:0"]
 
 
 def test_a_second_size_has_a_graph_for_all_sizes() -> None:
