@@ -48,10 +48,10 @@ def step(optimizer: Any, weight: Any, group: Mapping[str, Any], seed: Callable[[
     kernels = kernels_on(weight.device.type)
     if kernels is None:
         return False
-    count += 1
     rate = float(group["lr"])
-    options = {"number": count.item(), "betas": group["betas"], "eps": group["eps"]}
+    options = {"number": count.item() + 1, "betas": group["betas"], "eps": group["eps"]}
     kernels.step(*tensors, seed(), **options, rate=rate, decay=rate * group["weight_decay"])
+    count += 1
     return True
 
 
