@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from kohya_ext import commands
+from kohya_ext.config import preset_files
+from kohya_ext.config.settings import AUTO
 from kohya_ext.patching.patch import Patch, Target
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.sdscripts import families
@@ -21,6 +23,14 @@ def test_commands_and_scripts_exist(page):
     words = re.findall(r"python -m kohya_ext ((?:--\S+ )*)(\S+)", page.read_text("utf-8"))
     named = {name.strip("`.,;:|") for options, name in words if not options and re.match("[a-z]", name)}
     assert named <= {*commands.names(), *scripts}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_presets_of_commands_are_those_of_their_scripts(page):
+    commands_in_code = re.findall(r"(\w+\.py)((?: [^`\n|]*?)?) --preset ([\w/-]+)(?![\w./-])", page.read_text("utf-8"))
+    for script, _, preset in commands_in_code:
+        if preset != AUTO:
+            preset_files.load([preset], script)
 
 
 def _prose():
