@@ -72,7 +72,7 @@ def test_default_is_exact(checkout, train_on_gpu, tmp_path):
     assert "patches/fused_operations.py" not in run.reached
 
 
-#: Name -> how long launches and kernels take, and what is fastest there. Fused operations launch kernels of Triton.
+#: Name -> how long launches and kernels take, and the fastest features. Fused operations launch kernels of Triton.
 MACHINES = {
     "slow host": (100_000, "10000", {"cuda_graphs", "fused_operations"}),
     "slow GPU": (0, "150000", {"fused_operations"}),
