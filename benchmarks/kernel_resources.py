@@ -200,7 +200,7 @@ def _adafactor(precision: str) -> Iterator[Configuration]:
     for what, kernel, constants in (
         ("squares", kernels._adafactor_squares, tile),
         ("squares of the update", kernels._adafactor_squares_of_update, tile),
-        ("update", kernels._adafactor_update, {**tile, **step}),
+        ("update", kernels._adafactor_update, {**tile, "TILE_M": kernels._UPDATED["TILE_M"], **step}),
         ("squares of small matrices", kernels._adafactor_small_squares, small),
         ("update of small matrices", kernels._adafactor_update_small, {**small, **step}),
     ):
