@@ -17,7 +17,7 @@ from kohya_ext.kernels.rounding import rounded
 #: Rows and columns of a tile of a matrix.
 _TILE = {"TILE_M": 32, "TILE_N": 128, "num_warps": 8}
 
-#: The same for the update, which has more values at once: on sm_80 a larger tile spills registers.
+#: The same for the update, which keeps more values in registers: on sm_80 a larger tile spills them.
 _UPDATED = {**_TILE, "TILE_M": 16}
 
 #: Small matrices of a tile, and the most rows or columns of one.
