@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 from kohya_ext.compiling.configuration import RECOMPILE_LIMIT, keep_compiled_code, prepare_torch
+from kohya_ext.compiling.deadline import Result, call_until, end_compile_workers
 from kohya_ext.compiling.fallback import Kind, with_fallback
 from kohya_ext.compiling.inputs import Inputs, has_several_sizes, mark_sizes, named_arguments, require_gradients
 from kohya_ext.compiling.support import DEFAULT_BACKEND, find_obstacle
@@ -42,16 +44,28 @@ class Attempt:
     """Whether it was not given up for lack of time."""
     _begun: float = field(init=False)
     _compiled: int = 0
+    _is_limited: bool = False
 
     def __post_init__(self) -> None:
         self._begun = self.clock()
 
     def go_on(self) -> None:
         """Raise CompilingError after the most seconds, and if the attempt was given up."""
+        if self.problem is None and self.clock() - self._begun > self.seconds:
+            self._took_too_long()
         if self.problem is not None:
             raise CompilingError(self.problem)
-        if self.clock() - self._begun > self.seconds:
-            self._end(f"compiling took longer than the {self.seconds:.0f} s that this run allows")
+
+    def limit(self, compiler: Callable[[], Result]) -> Result:
+        """Return what ``compiler`` returns. Raises CompilingError after the most seconds; a compiler can call others."""
+        left = self.seconds - (self.clock() - self._begun)
+        if self._is_limited or left == math.inf:
+            return compiler()
+        self._is_limited = True
+        try:
+            return call_until(left, CompilingError, self._took_too_long, compiler)
+        finally:
+            self._is_limited = False
 
     def give_up(self, problem: str) -> None:
         """Raise CompilingError."""
@@ -64,11 +78,15 @@ class Attempt:
         self.go_on()
         expected = (self.clock() - self._begun) / self._compiled * self.kinds
         if expected > self.seconds:
-            self._end(f"compiling takes about {expected:.0f} s, and this run allows {self.seconds:.0f} s")
+            self._lacks_time(f"compiling takes about {expected:.0f} s, and this run allows {self.seconds:.0f} s")
+            self.go_on()
 
-    def _end(self, problem: str) -> None:
+    def _took_too_long(self) -> None:
+        self._lacks_time(f"compiling took longer than the {self.seconds:.0f} s that this run allows")
+
+    def _lacks_time(self, problem: str) -> None:
         self.is_in_time = False
-        self.give_up(f"{problem}; a longer run allows more, and --selective_torch_compile any time")
+        self.problem = f"{problem}; a longer run allows more, and --selective_torch_compile any time"
 
 
 #: Seconds between two progress lines of one class. SDXL compiles more than a dozen graphs in its first step.
@@ -139,13 +157,12 @@ class Run:
         if not any(block.compiled for block in self.blocks.values()):
             return
         import torch
-        from torch._inductor import async_compile
 
         for block in self.blocks.values():
             block.forget()
         torch._dynamo.reset()
         # Later versions keep them for a second model.
-        async_compile.shutdown_compile_workers()
+        end_compile_workers()
         gc.collect()  # the compiler's errors hold tensors
 
     def has(self, module: Any) -> bool:
@@ -271,6 +288,10 @@ class Block:
                 self.last_graph_at_call = self.calls
                 self._report_progress()
             yield
+
+    def limit(self, compiler: Callable[[], Result]) -> Result:
+        """Return what ``compiler`` returns, within the seconds of an attempt."""
+        return compiler() if RUN.attempt is None else RUN.attempt.limit(compiler)
 
     def _report_progress(self) -> None:
         if RUN.attempt is not None:

@@ -11,6 +11,7 @@ import copy
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from kohya_ext.compiling.support import DEFAULT_BACKEND
@@ -28,6 +29,9 @@ class Observer(Protocol):
 
     def compiling(self, kind: Kind) -> AbstractContextManager[None]:
         """Return a context manager around the compilation of one graph."""
+
+    def limit(self, compiler: Callable[[], Any]) -> Any:
+        """Return what ``compiler`` returns, unless it takes too long."""
 
     def failed(self, error: Exception) -> None:
         """Record that compiling a graph failed."""
@@ -48,7 +52,7 @@ def with_fallback(backend: str, mode: str | None, observer: Observer) -> Backend
         copied = _copy_graph(graph_module)
         with observer.compiling("forward"):
             try:
-                return compiler(graph_module, inputs)
+                return observer.limit(partial(compiler, graph_module, inputs))
             except RestartAnalysis:  # not a failure: asks dynamo to trace again
                 raise
             except Exception as error:  # a broken compiler can raise anything
@@ -77,7 +81,7 @@ def _inductor(mode: str | None, observer: Observer) -> Backend:
             try:
                 if observer.has_failed:
                     return _interpreter(copied)
-                return compile_fx_inner(graph_module, inputs, **kwargs)
+                return observer.limit(partial(compile_fx_inner, graph_module, inputs, **kwargs))
             except Exception as error:
                 if _draws_random_numbers(copied):
                     raise  # eager would draw different random numbers than forward did and give a wrong gradient

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches import speed  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from kohya_ext.compiling import blocks  # noqa: E402
+from kohya_ext.compiling import blocks, deadline  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.kernels import casts  # noqa: E402
 from kohya_ext.kernels.modulation import PendingNorm  # noqa: E402
@@ -635,7 +636,9 @@ def compiled_trial(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(Block, "forward", method)
 
-    def run(seconds=2.0, gain=0.5, fault=1.0, error=None, passes=10**6, features=(COMPILED_BLOCKS,), meter=None, free=2**40):
+    def run(
+        seconds=2.0, gain=0.5, fault=1.0, error=None, passes=10**6, features=(COMPILED_BLOCKS,), meter=None, free=2**40, waits=0
+    ):
         names = [(), ("cuda_graphs",), ("selective_torch_compile",), ("cuda_graphs", "selective_torch_compile")]
         machine = Machine(dict(zip(names, (1.0, 0.8, gain, 0.8 * gain), strict=True)), free=free)
         model = Blocks(machine, fault)
@@ -643,6 +646,8 @@ def compiled_trial(monkeypatch, tmp_path):
 
         def compile_graph(graph, inputs):
             machine.now += seconds
+            for _ in range(100 * waits):
+                time.sleep(0.01)
             if error is not None:
                 raise error
             return graph.forward
@@ -704,6 +709,23 @@ def test_compiled_blocks_with_a_fault_are_rejected(compiled_trial, faulty, reaso
 def test_compiled_blocks_that_are_slower_are_not_chosen(compiled_trial):
     candidates, _ = compiled_trial(gain=1.03)
     assert candidates[1].rejected is None
+    assert choose(candidates).features == ()
+
+
+def test_graph_that_takes_too_long_is_ended(compiled_trial, monkeypatch):
+    limits = []
+
+    def call_soon(seconds, *rest):
+        limits.append(seconds)
+        return deadline.call_until(0.1, *rest)
+
+    monkeypatch.setattr(blocks, "call_until", call_soon)
+    begun = time.monotonic()
+    candidates, _ = compiled_trial(waits=300)
+    assert time.monotonic() - begun < 100
+    assert limits == [pytest.approx(234, abs=1)]
+    assert candidates[1].rejected.startswith("compiling took longer than the 234 s that this run allows; a longer run")
+    assert not candidates[1].in_time
     assert choose(candidates).features == ()
 
 
