@@ -230,7 +230,8 @@ def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.overrides.has_torch_function_unary(self) and not isinstance(self, FakeTensor):
         return torch.overrides.handle_torch_function(_moved, (self,), self, *args, **kwargs)
     device, dtype, layout, copy = _wanted(args, kwargs)
-    if not isinstance(self, FakeTensor) and device != GPU:
+    is_traced = torch.compiler.is_compiling()  # Dynamo of torch 2.6 knows no method of a class by itself
+    if not isinstance(self, FakeTensor) and device != GPU and not is_traced:
         return _to(self, *args, **kwargs)
     device, dtype = device or self.device, dtype or self.dtype
     has_layout = layout in (None, torch.preserve_format) or self.is_contiguous(memory_format=layout)

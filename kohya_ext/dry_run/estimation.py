@@ -44,12 +44,6 @@ _LOG = "log.txt"
 #: The processes of dry runs now.
 _running: set[subprocess.Popen[bytes]] = set()
 
-#: How often a dry run is started. Some crash in PyTorch 2.6 at times, without an error of Python.
-_ATTEMPTS = 3
-
-#: Exit codes of crashes: segmentation fault, abort, bus error, and Windows' access violation.
-_CRASHES = (-11, -6, -7, 0xC0000005)
-
 #: Lines at the end of a failed run's output that are shown.
 _LINES = 3
 
@@ -201,20 +195,16 @@ def budgets(checkout: Checkout, command: CommandLine) -> list[dict[str, Any]]:
 
 
 def _ran(checkout: Checkout, command: CommandLine, budgets: bool = False) -> tuple[Arguments, Any]:
-    """Return the arguments of a dry run, and its result. A process that crashes is started again."""
-    workload, problem = Workload.of(command), ""
-    for _ in range(_ATTEMPTS):
-        with tempfile.TemporaryDirectory(prefix="kohya_ext_dry_run_", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
-            arguments = Arguments(command, workload, folder)
-            _request(checkout, arguments, budgets).write(folder)
-            code = _run(arguments)
-            if (folder / RESULT).is_file():
-                return arguments, json.loads((folder / RESULT).read_text(encoding="utf-8"))
-            problem = _failure(command, folder)
-        if code not in _CRASHES:
-            raise UserError(problem)
-    raise UserError(f"{problem}\nPyTorch crashed {_ATTEMPTS} times, with the code {code}; another version of it may not")
+    """Return the arguments of a dry run, and its result."""
+    workload = Workload.of(command)
+    with tempfile.TemporaryDirectory(prefix="kohya_ext_dry_run_", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        arguments = Arguments(command, workload, folder)
+        _request(checkout, arguments, budgets).write(folder)
+        _run(arguments)
+        if not (folder / RESULT).is_file():
+            raise UserError(_failure(command, folder))
+        return arguments, json.loads((folder / RESULT).read_text(encoding="utf-8"))
 
 
 def _request(checkout: Checkout, arguments: Arguments, budgets: bool) -> Request:
@@ -257,8 +247,8 @@ def _config(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def _run(arguments: Arguments) -> int:
-    """Run the process until it ends, and return its exit code. It ends with this one, however that ends."""
+def _run(arguments: Arguments) -> None:
+    """Run the process until it ends. It ends with this one, however that ends."""
     with (arguments.folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "kohya_ext.dry_run.process", str(arguments.folder)],
@@ -269,7 +259,7 @@ def _run(arguments: Arguments) -> int:
         )
         _running.add(process)
         try:
-            return process.wait()
+            process.wait()
         finally:
             _running.discard(process)
             process.kill()

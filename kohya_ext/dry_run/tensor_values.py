@@ -89,7 +89,8 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
                 return args[0] in self._equal
             return 1.0 if dtype.is_floating_point else self.integer + self._added.get(args[0], 0)
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
-            return torch.tensor([[0] * args[0].dim()])  # with its value, which a schedule reads
+            # Not with torch.tensor: PyTorch 2.6 crashes at times when the constant ends that a fake tensor keeps of it.
+            return args[0].new_zeros((1, args[0].dim()), dtype=torch.int64)
         result = self._reuse(func, args, kwargs)
         if func in _EQUALITY or (func is torch.ops.aten.all.default and args[0] in self._equal):
             self._equal[result] = True

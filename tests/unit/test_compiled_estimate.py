@@ -141,7 +141,7 @@ with mode, tracker, compiling.compiled_blocks(tracker):
         allocated = [event.phase for event in tracker.events[start:] if event.bytes == 4 * 256**2]
         counts.append((tracker.flops - before, allocated.count("backward")))
     table = torch.zeros(192, 192)
-    turned = torch.compile(lambda x, tables: x * tables[0], backend=lookup_backend(BACKEND))
+    turned = torch.compile(lambda x, tables: x * tables[0].to(x.device), backend=lookup_backend(BACKEND))
     start = len(tracker.events)
     kept = turned(torch.zeros(192, 192, device="cuda", requires_grad=True), (table,))
     copies = len([event for event in tracker.events[start:] if event.bytes == 4 * 192**2])

@@ -327,27 +327,6 @@ def test_states_of_a_paged_optimizer_need_no_driver():
     assert not tracker.events
 
 
-@pytest.mark.parametrize(("codes", "problem"), [([-11, -6, 0], None), ([-11] * 3, "PyTorch crashed 3 times"), ([1], "failed:")])
-def test_a_dry_run_that_crashes_is_started_again(checkout, monkeypatch, codes, problem):
-    folders = []
-
-    def run(arguments):
-        folders.append(arguments.folder)
-        (arguments.folder / "log.txt").write_text("epoch 1/20")
-        code = codes[len(folders) - 1]
-        if code == 0:
-            (arguments.folder / estimation.RESULT).write_text('{"steps": 3}')
-        return code
-
-    monkeypatch.setattr(estimation, "_run", run)
-    if problem is None:
-        assert estimation._ran(checkout, command(LLLITE, "--resolution", "512"))[1] == {"steps": 3}
-    else:
-        with pytest.raises(UserError, match=problem):
-            estimation._ran(checkout, command(LLLITE, "--resolution", "512"))
-    assert len(set(folders)) == len(codes)
-
-
 def test_an_interrupt_ends_the_dry_runs_that_run_and_begins_no_other(monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     monkeypatch.setattr(estimation, "_running", {process})
