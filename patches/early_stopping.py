@@ -1,15 +1,15 @@
 """Stop when the validation loss no longer improves, and keep the model with the lowest one.
 
 After each validation that is better than the best one before by more than its standard error, the model is saved as
-``NAME-best-stepN`` with the script's own statements, and the earlier best one is removed. After some validations without one
-the run stops as after Ctrl-C, with exit code 0. The evaluations are part of each state, so a resumed run counts on.
+``NAME-best-stepN`` with the script's own statements, and the earlier best one of this run is removed. After some validations
+without one the run stops as after Ctrl-C, with exit code 0. The evaluations are part of each state, so a resumed run counts on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
+import os
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -24,9 +24,9 @@ from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.renames import unlink
 from kohya_ext.run import evaluations, resume, stop_request
-from kohya_ext.run.atomic_write import final_path
+from kohya_ext.run.atomic_write import final_path, written_files
 from kohya_ext.run.evaluations import Evaluation
-from kohya_ext.run.output_files import output_name
+from kohya_ext.run.output_files import BEST, output_name
 from kohya_ext.run.validation import Validation, preserved_random_state
 
 EARLY_STOPPING = Option[int | None](
@@ -50,6 +50,8 @@ class _EarlyStopping(TrainingCallback):
     evaluations: list[Evaluation] = field(default_factory=list)
     _new_states: list[Path] = field(default_factory=list)
     """States that were saved after this step, before its validation."""
+    _best: set[Path] = field(default_factory=set)
+    """The files of the best model. Others of such a name may be an earlier run's."""
     _checked: bool = False
 
     def before_batch(self, accelerator: Accelerator) -> None:
@@ -85,19 +87,19 @@ class _EarlyStopping(TrainingCallback):
         save = next(filter(None, map(step_save, callers(sys._getframe(1)))), None)
         if save is None:
             return
-        name, prefix = self.args.output_name, f"{output_name(self.args)}-best"
+        name, best = self.args.output_name, f"{output_name(self.args)}{BEST.removesuffix('-step')}"
         position = resume.position()
         preserving = position.preserving_random_state() if position is not None else contextlib.nullcontext()
-        self.args.output_name = prefix
+        self.args.output_name = best
         try:
-            with preserved_random_state(), preserving:
+            with preserved_random_state(), preserving, written_files() as files:
                 save.run(evaluation.step, self.args, self.accelerator, as_file=save.saves_folders)
         finally:
             self.args.output_name = name
-        for before in self.evaluations[:-1]:
-            for file in Path(self.args.output_dir).glob(f"{glob.escape(prefix)}-step{before.step:08d}*"):
-                with contextlib.suppress(OSError):  # on Windows another program may have it open
-                    unlink(file)
+        before, self._best = self._best, set(files)
+        for file in before - self._best:
+            with contextlib.suppress(OSError):  # on Windows another program may have it open
+                unlink(file)
 
     def on_state_save(self, folder: Path) -> None:
         """Write the evaluations into the state."""
@@ -107,14 +109,21 @@ class _EarlyStopping(TrainingCallback):
 
     def _write(self, folder: Path) -> None:
         lines = [{"step": each.step, **each.line()} for each in self.evaluations]
-        (folder / FILE).write_text(json.dumps(lines), encoding="utf-8")
+        # A copied state that is resumed in another folder must not remove a file of this one.
+        names = [os.path.relpath(file, self.args.output_dir) for file in self._best if self._is_in_output(file)]
+        (folder / FILE).write_text(json.dumps({"evaluations": lines, "best": names}), encoding="utf-8")
+
+    def _is_in_output(self, file: Path) -> bool:
+        return Path(os.path.abspath(self.args.output_dir)) in Path(os.path.abspath(file)).parents
 
     def on_state_load(self, folder: Path) -> None:
         """Read the evaluations from the state; end a run that has stopped early."""
         file = folder / FILE
         if not file.is_file():
             return
-        self.evaluations = evaluations.of_lines(json.loads(file.read_text(encoding="utf-8")))
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        self.evaluations = evaluations.of_lines(saved["evaluations"])
+        self._best = {Path(self.args.output_dir, name) for name in saved["best"]}
         if self._is_over():
             note(f"nothing left to train: {self._reason()}; to train on, increase --early_stopping or remove it")
             if (stopper := stop_request.stopper()) is not None:
