@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kohya_ext.run import evaluations
+from kohya_ext.tiny import dataset
 from kohya_ext.tiny.arguments import OUTPUT_NAME
 
 torch = pytest.importorskip("torch")
@@ -37,6 +38,18 @@ def test_training_is_the_same_and_the_best_model_is_kept(checkout, train, script
     assert measured[0].loss != measured[1].loss
     best = evaluations.best(measured)
     assert [file.name for file in run.folder.glob("*-best-*")] == [f"{OUTPUT_NAME}-best-step{best.step:08d}.safetensors"]
+
+
+@pytest.mark.parametrize("seed", [(), pytest.param(("--validation_seed", "2"), marks=pytest.mark.slow)])
+def test_other_images_are_validated_than_upstream_trains(checkout, train, seed, tmp_path):
+    dataset.write(tmp_path, 11, 128)
+    words = ("--train_data_dir", str(tmp_path), "--validation_split", "0.5", *seed)
+    usual, stopping = train(checkout, LORA, *words), train(checkout, LORA, *words, *PATIENT)
+    # Upstream rounds 5.5 images of both kinds up, and without a seed draws twice.
+    assert "some validation images are also trained on, because upstream" in usual.output
+    assert [(len(each.losses), each.held_out) for each in validations(stopping.folder)] == [(5, True)] * 2
+    assert usual.tensors.keys() == stopping.tensors.keys()
+    assert all(torch.equal(tensor, stopping.tensors[name]) for name, tensor in usual.tensors.items())
 
 
 @pytest.mark.parametrize("script", [LORA, pytest.param(FULL, marks=pytest.mark.slow)])
