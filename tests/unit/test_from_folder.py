@@ -96,7 +96,12 @@ def test_as_many_images_are_held_out_as_shown_and_none_is_trained_on(tmp_path):
     for count in range(from_folder.HELD_OUT_FROM, 400):
         whole = from_folder.Images(tmp_path, count, Counter(), False, count, (count,))
         fraction = whole.fraction(whole.held_out)
-        assert count - math.ceil(count * (1 - fraction)) == round(count * fraction) == whole.held_out == whole.held_out_by(fraction)
+        assert (
+            count - math.ceil(count * (1 - fraction))
+            == round(count * fraction)
+            == whole.held_out
+            == whole.held_out_by(fraction)
+        )
     classes = from_folder.Images(tmp_path, 22, Counter(), True, 22, (10, 12))
     assert classes.held_out_by(classes.fraction(2)) == 2
     single = from_folder.Images(tmp_path, 20, Counter(), True, 20, (1,) * 20)
