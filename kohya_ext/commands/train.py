@@ -165,6 +165,9 @@ def _sweep(runs: Sequence[_Run], name: str) -> int:
         label = f"run {number} of {len(runs)}, {run.trial.name}"
         if sweep.is_finished(run.journal, run.steps):
             note(f"{label}: already finished")
+            if changes := sweep.changed(run.journal, run.planned.command.values):
+                options = ", ".join(f"--{name}" for name in changes)
+                warn(f"{label} had other values of {options} and is not trained again; use another --name")
             continue
         note(label)
         codes.append(run.train())
