@@ -22,7 +22,7 @@ from kohya_ext.patching.step_loss import callers
 from kohya_ext.patching.step_save import step_save
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.renames import unlink
+from kohya_ext.renames import replace_text, unlink
 from kohya_ext.run import evaluations, resume, stop_request
 from kohya_ext.run.atomic_write import final_path, written_files
 from kohya_ext.run.evaluations import Evaluation
@@ -40,6 +40,9 @@ EARLY_STOPPING = Option[int | None](
 
 FILE = "kohya_ext_evaluations.json"
 """The file in a state's folder."""
+
+LATER_FILE = "kohya_ext_later_evaluations.json"
+"""The same with the validation of the state's own step, which comes after the state: its files stay as they were recorded."""
 
 
 @dataclass
@@ -69,7 +72,8 @@ class _EarlyStopping(TrainingCallback):
             if evaluations.best(self.evaluations) is evaluation:
                 self._save(evaluation)
             for state in filter(Path.is_dir, self._new_states):
-                self._write(state)
+                with contextlib.suppress(OSError):  # a full disk; the state is complete without it
+                    replace_text(state / LATER_FILE, self._text())
         if self._is_over() and (stopper := stop_request.stopper()) is not None:
             note(f"early stopping: {self._reason()}; saving the model and the state")
             stopper.request(f"early stopping: {self._reason()}", 0)
@@ -104,22 +108,22 @@ class _EarlyStopping(TrainingCallback):
     def on_state_save(self, folder: Path) -> None:
         """Write the evaluations into the state."""
         if self.accelerator.is_main_process:
-            self._write(folder)
+            (folder / FILE).write_text(self._text(), encoding="utf-8")
             self._new_states.append(final_path(folder))
 
-    def _write(self, folder: Path) -> None:
+    def _text(self) -> str:
         lines = [{"step": each.step, **each.line()} for each in self.evaluations]
         # A copied state that is resumed in another folder must not remove a file of this one.
         names = [os.path.relpath(file, self.args.output_dir) for file in self._best if self._is_in_output(file)]
-        (folder / FILE).write_text(json.dumps({"evaluations": lines, "best": names}), encoding="utf-8")
+        return json.dumps({"evaluations": lines, "best": names})
 
     def _is_in_output(self, file: Path) -> bool:
         return Path(os.path.abspath(self.args.output_dir)) in Path(os.path.abspath(file)).parents
 
     def on_state_load(self, folder: Path) -> None:
         """Read the evaluations from the state; end a run that has stopped early."""
-        file = folder / FILE
-        if not file.is_file():
+        file = next(filter(Path.is_file, (folder / LATER_FILE, folder / FILE)), None)
+        if file is None:
             return
         saved = json.loads(file.read_text(encoding="utf-8"))
         self.evaluations = evaluations.of_lines(saved["evaluations"])

@@ -75,6 +75,18 @@ def test_a_run_stops_early_and_stays_stopped(checkout, train, script):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("script", [LORA, FULL])
+def test_a_state_of_a_validated_step_can_be_resumed(checkout, train, script):
+    words = (*PATIENT, "--save_state", "--save_every_n_steps", "2", "--learning_rate", "0.01")
+    run = train(checkout, script, *words)
+    state = str(run.folder / f"{OUTPUT_NAME}-step00000002-state")
+    resumed = train(checkout, script, *words, "--resume", state)
+    assert all(torch.equal(tensor, resumed.tensors[name]) for name, tensor in run.tensors.items())
+    files = [sorted(file.name for file in each.folder.glob("*.safetensors")) for each in (run, resumed)]
+    assert [name for name in files[0] if "best" in name] == [name for name in files[1] if "best" in name]
+
+
+@pytest.mark.slow
 def test_processes_share_the_batches_and_agree(checkout, train):
     run = train(checkout, LORA, *PATIENT, "--validation_split", "0.5", "--max_data_loader_n_workers", "0", ranks=2)
     assert run.code == 0, run.output[-4000:]

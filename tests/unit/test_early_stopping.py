@@ -92,10 +92,12 @@ def test_a_resumed_run_counts_on_and_a_stopped_one_ends(start, stopper, tmp_path
     callback = start(2)
     validate(callback, 1.0)
     callback.on_state_save(state)
+    recorded = {file: file.read_bytes() for file in state.iterdir()}
     validate(callback, 1.1)  # of the step that has saved the state, so it belongs to it
     callback.before_batch(callback.accelerator)
     validate(callback, 1.2)
-    assert [line["step"] for line in json.loads((state / early_stopping.FILE).read_text())["evaluations"]] == [10, 20]
+    assert [line["step"] for line in json.loads((state / early_stopping.LATER_FILE).read_text())["evaluations"]] == [10, 20]
+    assert {file: file.read_bytes() for file in recorded} == recorded, "a state with other sizes cannot be resumed"
     stopper.reason = ""
 
     resumed = start(2)
