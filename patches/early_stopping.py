@@ -78,6 +78,12 @@ class _EarlyStopping(TrainingCallback):
             note(f"early stopping: {self._reason()}; saving the model and the state")
             stopper.request(f"early stopping: {self._reason()}", 0)
 
+    def after_training(self) -> None:
+        """Print a warning if the run was shorter than the time to its first validation."""
+        stopper = stop_request.stopper()
+        if not self.evaluations and (stopper is None or not stopper.reason):
+            warn("--early_stopping had no effect: nothing was validated; add --validate_every_n_steps with fewer steps")
+
     def _is_over(self) -> bool:
         return evaluations.without_improvement(self.evaluations) >= self.patience
 

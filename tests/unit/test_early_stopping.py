@@ -113,6 +113,17 @@ def test_a_resumed_run_counts_on_and_a_stopped_one_ends(start, stopper, tmp_path
     assert "nothing left to train: no validation since step 10 was better" in capsys.readouterr().err
 
 
+def test_a_run_that_was_never_validated_says_so(start, stopper, capsys):
+    callback = start(2)
+    stopper.reason = "SIGINT"
+    callback.after_training()
+    stopper.reason = ""
+    callback.after_training()
+    validate(callback, 1.0)
+    callback.after_training()
+    assert capsys.readouterr().err.count("--early_stopping had no effect: nothing was validated") == 1
+
+
 def test_a_planned_stop_has_code_0_and_still_saves(monkeypatch, tmp_path):
     args = Namespace(save_every_n_steps=None, save_state=False)
     accelerator = SimpleNamespace(num_processes=1, is_main_process=True, sync_gradients=True)
