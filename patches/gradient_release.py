@@ -201,7 +201,8 @@ class _Release(TrainingCallback):
         optimizer.load_state_dict = partial(load_as_saved, optimizer, load)
         file = folder / FILE
         if not file.is_file():
-            warn(f"{folder} was saved without --{RELEASE}, so the resumed run has no norm of its last step")
+            if self.max_norm:
+                warn(f"{folder} was saved without --{RELEASE}, so the resumed run has no norm of its last step")
             return
         saved = torch.load(file, map_location="cpu", weights_only=True)
         self.earlier = saved["squares"]

@@ -358,6 +358,13 @@ def test_a_state_holds_the_norm_and_the_random_state(tmp_path):
     assert torch.equal(resumed.rounding.rounded(values), expected)
 
 
+@pytest.mark.parametrize(("limit", "warnings"), [(1.0, 1), (0.0, 0)])
+def test_only_clipping_misses_the_norm_of_a_state_without_it(tmp_path, capsys, limit, warnings):
+    accelerator = SimpleNamespace(_optimizers=[SimpleNamespace(optimizer=torch.optim.AdamW(weights_of()))])
+    _Release(None, limit, accelerator=accelerator).on_state_load(tmp_path)
+    assert capsys.readouterr().err.count("has no norm of its last step") == warnings
+
+
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
