@@ -56,6 +56,15 @@ class _Run(TrainingCallback):
         self.args, self.has_cached = args, False
         # Without --seed, LoRA scripts draw one, with which no file would be used again.
         self.seed = int(program().command.values.get("seed") or 0)
+        self.files = set[str]()
+        """Those of the texts of all groups."""
+
+    def before_batch(self, accelerator: Accelerator) -> None:
+        """Name the files that no group reads, once all are cached."""
+        if older := caption_variants.older_files(self.files):
+            what = f"{len(older)} cached texts of other captions, options or seeds"
+            note(f"{what} ({format_size(sum(map(os.path.getsize, older)))}) can be deleted: {older[0]}, ...")
+        self.files.clear()
 
     def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
         """Share the epoch's number, before workers are started."""
@@ -119,10 +128,8 @@ def _check_space(
     missing = {path: info for path, info in paths.items() if not (strategy.cache_to_disk and os.path.exists(path))}
     images = sum(len(plan.variants) for plan in plans)
     words = f"--{VARIANTS} {settings[CACHED_CAPTION_VARIANTS]}: {len(infos)} texts for {images} images"
-    if strategy.cache_to_disk and (older := caption_variants.older_files(paths)):
-        size = sum(os.path.getsize(path) for path in older)
-        what = f"{len(older)} cached texts of other captions, options or seeds ({format_size(size)})"
-        note(f"{what} can be deleted: {older[0]}, ...")
+    if strategy.cache_to_disk and (run := current(_Run)) is not None:
+        run.files.update(paths)
     if not missing:
         note(f"{words}, all cached before")
         return

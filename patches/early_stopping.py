@@ -1,15 +1,15 @@
 """Stop when the validation loss no longer improves, and keep the model with the lowest one.
 
 After each validation that is better than the best one before by more than its standard error, the model is saved as
-``NAME-best-stepN`` with the script's own statements, and the earlier best one is removed. After some validations without one
-the run stops as after Ctrl-C, with exit code 0. The evaluations are part of each state, so a resumed run counts on.
+``NAME-best-stepN`` with the script's own statements, and the earlier best one of this run is removed. After some validations
+without one the run stops as after Ctrl-C, with exit code 0. The evaluations are part of each state, so a resumed run counts on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
+import os
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ from kohya_ext.patching.step_loss import callers
 from kohya_ext.patching.step_save import step_save
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.renames import unlink
+from kohya_ext.renames import replace_text, unlink
 from kohya_ext.run import evaluations, resume, stop_request
-from kohya_ext.run.atomic_write import final_path
+from kohya_ext.run.atomic_write import final_path, written_files
 from kohya_ext.run.evaluations import Evaluation
-from kohya_ext.run.output_files import output_name
+from kohya_ext.run.output_files import BEST, output_name
 from kohya_ext.run.validation import Validation, preserved_random_state
 
 EARLY_STOPPING = Option[int | None](
@@ -41,6 +41,9 @@ EARLY_STOPPING = Option[int | None](
 FILE = "kohya_ext_evaluations.json"
 """The file in a state's folder."""
 
+LATER_FILE = "kohya_ext_later_evaluations.json"
+"""The same with the validation of the state's own step, which comes after the state: its files stay as they were recorded."""
+
 
 @dataclass
 class _EarlyStopping(TrainingCallback):
@@ -50,6 +53,8 @@ class _EarlyStopping(TrainingCallback):
     evaluations: list[Evaluation] = field(default_factory=list)
     _new_states: list[Path] = field(default_factory=list)
     """States that were saved after this step, before its validation."""
+    _best: set[Path] = field(default_factory=set)
+    """The files of the best model. Others of such a name may be an earlier run's."""
     _checked: bool = False
 
     def before_batch(self, accelerator: Accelerator) -> None:
@@ -67,10 +72,17 @@ class _EarlyStopping(TrainingCallback):
             if evaluations.best(self.evaluations) is evaluation:
                 self._save(evaluation)
             for state in filter(Path.is_dir, self._new_states):
-                self._write(state)
+                with contextlib.suppress(OSError):  # a full disk; the state is complete without it
+                    replace_text(state / LATER_FILE, self._text())
         if self._is_over() and (stopper := stop_request.stopper()) is not None:
             note(f"early stopping: {self._reason()}; saving the model and the state")
             stopper.request(f"early stopping: {self._reason()}", 0)
+
+    def after_training(self) -> None:
+        """Print a warning if the run was shorter than the time to its first validation."""
+        stopper = stop_request.stopper()
+        if not self.evaluations and (stopper is None or not stopper.reason):
+            warn("--early_stopping had no effect: nothing was validated; add --validate_every_n_steps with fewer steps")
 
     def _is_over(self) -> bool:
         return evaluations.without_improvement(self.evaluations) >= self.patience
@@ -85,36 +97,43 @@ class _EarlyStopping(TrainingCallback):
         save = next(filter(None, map(step_save, callers(sys._getframe(1)))), None)
         if save is None:
             return
-        name, prefix = self.args.output_name, f"{output_name(self.args)}-best"
+        name, best = self.args.output_name, f"{output_name(self.args)}{BEST.removesuffix('-step')}"
         position = resume.position()
         preserving = position.preserving_random_state() if position is not None else contextlib.nullcontext()
-        self.args.output_name = prefix
+        self.args.output_name = best
         try:
-            with preserved_random_state(), preserving:
+            with preserved_random_state(), preserving, written_files() as files:
                 save.run(evaluation.step, self.args, self.accelerator, as_file=save.saves_folders)
         finally:
             self.args.output_name = name
-        for before in self.evaluations[:-1]:
-            for file in Path(self.args.output_dir).glob(f"{glob.escape(prefix)}-step{before.step:08d}*"):
-                with contextlib.suppress(OSError):  # on Windows another program may have it open
-                    unlink(file)
+        before, self._best = self._best, set(files)
+        for file in before - self._best:
+            with contextlib.suppress(OSError):  # on Windows another program may have it open
+                unlink(file)
 
     def on_state_save(self, folder: Path) -> None:
         """Write the evaluations into the state."""
         if self.accelerator.is_main_process:
-            self._write(folder)
+            (folder / FILE).write_text(self._text(), encoding="utf-8")
             self._new_states.append(final_path(folder))
 
-    def _write(self, folder: Path) -> None:
+    def _text(self) -> str:
         lines = [{"step": each.step, **each.line()} for each in self.evaluations]
-        (folder / FILE).write_text(json.dumps(lines), encoding="utf-8")
+        # A copied state that is resumed in another folder must not remove a file of this one.
+        names = [os.path.relpath(file, self.args.output_dir) for file in self._best if self._is_in_output(file)]
+        return json.dumps({"evaluations": lines, "best": names})
+
+    def _is_in_output(self, file: Path) -> bool:
+        return Path(os.path.abspath(self.args.output_dir)) in Path(os.path.abspath(file)).parents
 
     def on_state_load(self, folder: Path) -> None:
         """Read the evaluations from the state; end a run that has stopped early."""
-        file = folder / FILE
-        if not file.is_file():
+        file = next(filter(Path.is_file, (folder / LATER_FILE, folder / FILE)), None)
+        if file is None:
             return
-        self.evaluations = evaluations.of_lines(json.loads(file.read_text(encoding="utf-8")))
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        self.evaluations = evaluations.of_lines(saved["evaluations"])
+        self._best = {Path(self.args.output_dir, name) for name in saved["best"]}
         if self._is_over():
             note(f"nothing left to train: {self._reason()}; to train on, increase --early_stopping or remove it")
             if (stopper := stop_request.stopper()) is not None:

@@ -18,9 +18,9 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch, moved, takes
 from kohya_ext.patching.step_loss import callers, local_names, variables
-from kohya_ext.patching.training_loop import Stage, current
+from kohya_ext.patching.training_loop import Stage, current, program
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run.validation import Validation, paths, preserved_random_state
+from kohya_ext.run.validation import INSTEAD_OF, Validation, paths, preserved_random_state
 
 
 class _LoraValidation(Validation):
@@ -52,8 +52,12 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Lo
     if images is None or not len(images):
         return None
     held_out = paths(images).isdisjoint(paths(local["train_dataset_group"]))
-    if not held_out and settings["validation_split"]:
-        warn("some validation images are also trained on, because upstream draws two splits; add --validation_seed 1")
+    if not held_out and settings["validation_split"] and not hasattr(images, INSTEAD_OF):
+        unseeded = "draws two splits; add --validation_seed 1"
+        reason = unseeded if args.validation_seed is None else "rounds both numbers up; another --validation_split may not"
+        warn(f"some validation images are also trained on, because upstream {reason}")
+    elif held_out and args.validation_seed is None and program().command.values.get("seed") is None:
+        warn("without --seed or --validation_seed a resumed run holds out other images; add --validation_seed 1")
     elif not held_out:
         note("no held-out images: the loss of a few training images measures memorisation only partly")
     seed = next(each for each in (args.validation_seed, args.seed, 0) if each is not None)

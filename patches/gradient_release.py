@@ -16,7 +16,7 @@ is clipped, too. Gradients are left as they are, exactly, while neither norm is 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -201,7 +201,8 @@ class _Release(TrainingCallback):
         optimizer.load_state_dict = partial(load_as_saved, optimizer, load)
         file = folder / FILE
         if not file.is_file():
-            warn(f"{folder} was saved without --{RELEASE}, so the resumed run has no norm of its last step")
+            if self.max_norm:
+                warn(f"{folder} was saved without --{RELEASE}, so the resumed run has no norm of its last step")
             return
         saved = torch.load(file, map_location="cpu", weights_only=True)
         self.earlier = saved["squares"]
@@ -252,18 +253,10 @@ def _check(optimizer: Any) -> None:
         stop(f"--{RELEASE} cannot be combined with {name}, {reason}; {advice}")
 
 
-def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
-    """Yield why several processes cannot use it. Other combinations are in the table of constraints."""
-    if (settings.num_processes or 1) > 1:
-        yield f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process"
-
-
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Release:
-    run = Run(program().command.name, {**vars(args), RELEASE: True})
+    run = Run(program().command.name, {**vars(args), RELEASE: True, "num_processes": accelerator.num_processes})
     for problem in (problem for each in CONSTRAINTS if RELEASE in each.options for problem in each.problems(run)):
         stop(problem)  # preflight, which reports them earlier, may be off
-    if accelerator.num_processes > 1:
-        stop(f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process")
     rounding = StochasticRounding(accelerator.device, args.seed or 0) if settings[STOCHASTIC_ROUNDING] else None
     ratio = settings[OPTIMIZER_STATES_ON_HOST_RATIO]
     host = _host_states(accelerator, ratio) if settings[OPTIMIZER_STATES_ON_HOST] else None
@@ -329,7 +322,6 @@ PATCH = Patch(
     "mean of stochastic roundings, to the value",
     idea="https://github.com/kohya-ss/sd-scripts/pull/1259",
     wanted=_wanted,
-    problems=_problems,
     facts=_facts,
     stage=Stage.COMPUTE,
     on_start=_start,

@@ -481,7 +481,9 @@ def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
         yield f"the other processes waited for {slowest}"
     files = [file for name in reversed(log.saves) if (file := Path(name)).exists()]
     if files:
-        yield f"written to {files[0].parent}: {abbreviated([file.name for file in files], 3)}"
+        folder = files[0].parent
+        names = [file.name if file.parent == folder else str(file) for file in files]  # after a full disk in another folder
+        yield f"written to {folder}: {abbreviated(names, 3)}"
     else:
         yield "written: no model and no state"
     if (check := next((line for line in reversed(log.events) if line["kind"] == "check"), None)) is not None:

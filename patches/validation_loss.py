@@ -4,14 +4,16 @@ Options, timesteps, random numbers and the names in the trackers are those of ``
 batch, with the same noise in every validation. The statements of the script's own loop compute the loss
 (`kohya_ext.patching.step_loss`). All random states are restored afterwards, so training is unchanged.
 
-Upstream splits images with captions in text files. Without ``--validation_seed`` it draws two different splits, which share
-images; this patch uses ``--seed``. It also splits images of a metadata file (``--in_json``).
+Upstream splits images with captions in text files. Its two parts can share images, because it rounds the numbers of both, and
+draws two splits without ``--validation_seed``; this patch validates the images that are not trained on. It also splits images
+of a metadata file (``--in_json``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import random
 import sys
 from argparse import Namespace
@@ -24,11 +26,12 @@ from typing import Any
 from kohya_ext.config.settings import Option, Settings, fraction
 from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import first_line
+from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.step_loss import StepLoss, callers, local_names, step_loss, variables
 from kohya_ext.patching.training_loop import Stage, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run.validation import Validation, paths, preserved_random_state
+from kohya_ext.run.validation import INSTEAD_OF, Validation, paths, preserved_random_state
 from kohya_ext.sdscripts.families import trains_control_net
 
 _TIMESTEPS = 4
@@ -196,9 +199,6 @@ def _nothing() -> None:
 _NO_LOOP = "this script has no loop in which its loss can be computed for other images"
 _CONTROL_NET = "upstream cannot split images with conditioning images"
 
-_IS_ADDED = "kohya_ext_added"
-"""Attribute of a dataset group that upstream's run lacks."""
-
 _FEW = 8
 """Number of training images whose loss is measured where none are held out."""
 
@@ -278,43 +278,84 @@ def _generate(original: Any, settings: Settings) -> Any:
 
     @wraps(original)
     def generate_dataset_group_by_blueprint(dataset_group_blueprint: Any) -> Any:
-        groups = _split(original, dataset_group_blueprint, settings)
-        if _training_frame() is None or settings["early_stopping"] is None or not isinstance(groups, tuple):
+        frame = _training_frame()
+        if frame is not None and not _validates_itself(frame.f_code):
+            _seed(dataset_group_blueprint, frame)
+        groups = original(dataset_group_blueprint)
+        if frame is None or not isinstance(groups, tuple):
             return groups
-        training, images = groups
-        return training, images if images is not None and len(images) else _some_of(training, settings)
+        training, images = _split(original, dataset_group_blueprint, groups, frame, settings)
+        if settings["early_stopping"] is not None:
+            images = images if images is not None and len(images) else _some_of(training, settings)
+        if images is not groups[1] and images is not None:
+            setattr(images, INSTEAD_OF, groups[1])
+        return training, images
 
     return generate_dataset_group_by_blueprint
 
 
-def _split(original: Any, blueprint: Any, settings: Settings) -> Any:
-    """Call upstream's function; also split datasets with metadata files, and never draw two splits of one dataset."""
+def _rows(blueprint: Any) -> list[Any]:
+    """Return the datasets that are split."""
+    return [row for row in blueprint.datasets if 0.0 < getattr(row.params, "validation_split", 0.0) <= 1.0]
+
+
+def _seed(blueprint: Any, frame: FrameType) -> None:
+    """Let a run without any seed split in the same way after a resume."""
+    for row in _rows(blueprint):
+        if row.params.validation_seed is None and variables(frame)["args"].seed is None:
+            row.params.validation_seed = 0
+
+
+def _split(original: Any, blueprint: Any, groups: tuple[Any, Any], frame: FrameType, settings: Settings) -> tuple[Any, Any]:
+    """Return upstream's training images, and as validation images those that are not among them.
+
+    Upstream's own can be, because it rounds the numbers of both, and draws two splits without a seed. Datasets with metadata
+    files, which upstream does not split, are split in the scripts that do not validate themselves.
+    """
     global _split_by_datasets
-    frame = _training_frame()
-    rows = [row for row in blueprint.datasets if 0.0 < getattr(row.params, "validation_split", 0.0) <= 1.0]
-    itself = frame is not None and _validates_itself(frame.f_code)
-    if frame is None or not rows or (itself and settings["early_stopping"] is None):
-        return original(blueprint)
+    rows, itself = _rows(blueprint), _validates_itself(frame.f_code)
+    if not rows or (itself and settings["early_stopping"] is None):
+        return groups
     _split_by_datasets = not itself
     if any(row.is_controlnet for row in rows):
         _refuse("--validation_split" if settings[VALIDATION_SPLIT] > 0 else None, _CONTROL_NET)
-        return original(blueprint)
-    for row in rows:
-        if row.params.validation_seed is None:
-            row.params.validation_seed = variables(frame)["args"].seed or 0
-    groups = original(blueprint)
-    return groups if itself else _with_metadata_files(groups, blueprint, rows)
+        return groups
+    training = groups[0]
+    with preserved_random_state(), _all_but(training, original):
+        _, images = original(blueprint)
+    return (training, images) if itself else _with_metadata_files(training, images, blueprint, rows, variables(frame)["args"])
 
 
-def _with_metadata_files(groups: Any, blueprint: Any, rows: Sequence[Any]) -> Any:
+@contextlib.contextmanager
+def _all_but(training: Any, original: Any) -> Iterator[None]:
+    """Let upstream's function validate all images but those that are trained on, inside the block."""
+    module: Any = sys.modules[sys.modules[original.__module__].DreamBoothDataset.__module__]
+    trained = {info.absolute_path for data_set in training.datasets for info in data_set.image_data.values()}
+
+    def split_train_val(paths: Any, sizes: Any, is_training_dataset: bool, *_: Any, **__: Any) -> Any:
+        if is_training_dataset:
+            return paths[:1], sizes[:1]  # of a dataset that nothing uses
+        others = [(path, size) for path, size in zip(paths, sizes, strict=True) if path not in trained]
+        return [path for path, _ in others], [size for _, size in others]
+
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)  # all of it is printed already
+    try:
+        with replaced(module, "split_train_val", split_train_val):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _with_metadata_files(training: Any, images: Any, blueprint: Any, rows: Sequence[Any], args: Namespace) -> tuple[Any, Any]:
     """Return the groups of training and validation images, the datasets with metadata files split."""
-    training, images = groups
     of_training = (each for row, each in zip(blueprint.datasets, training.datasets, strict=True) if row in rows)
     for row, trained, validated in zip(rows, of_training, images.datasets, strict=True):
         if not row.is_dreambooth:
             keys = list(trained.image_data)
             count = round(len(keys) * row.params.validation_split)
-            chosen = set(random.Random(row.params.validation_seed).sample(keys, count))
+            seed = args.seed or 0 if row.params.validation_seed is None else row.params.validation_seed
+            chosen = set(random.Random(seed).sample(keys, count))
             _remove(trained, chosen)
             _remove(validated, set(keys) - chosen)
     group = type(training)
@@ -331,9 +372,7 @@ def _some_of(training: Any, settings: Settings) -> Any:
             chosen.append(_copied(data_set, keys))
     if not chosen:
         return None
-    group = type(training)(chosen)
-    setattr(group, _IS_ADDED, True)
-    return group
+    return type(training)(chosen)
 
 
 def _copied(data_set: Any, keys: Sequence[str]) -> Any:
@@ -369,7 +408,9 @@ def _cache(original: Any, settings: Settings) -> Any:
 
     @wraps(original)
     def cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self, _IS_ADDED):  # a LoRA script caches it
+        if hasattr(self, INSTEAD_OF):  # a LoRA script caches it
+            if (upstreams := getattr(self, INSTEAD_OF)) is not None:
+                original(upstreams, *args, **kwargs)  # draws random numbers
             with preserved_random_state():
                 return original(self, *args, **kwargs)
         result = original(self, *args, **kwargs)

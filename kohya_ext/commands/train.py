@@ -165,6 +165,9 @@ def _sweep(runs: Sequence[_Run], name: str) -> int:
         label = f"run {number} of {len(runs)}, {run.trial.name}"
         if sweep.is_finished(run.journal, run.steps):
             note(f"{label}: already finished")
+            if changes := sweep.changed(run.journal, run.planned.command.values):
+                options = ", ".join(f"--{name}" for name in changes)
+                warn(f"{label} had other values of {options} and is not trained again; use another --name")
             continue
         note(label)
         codes.append(run.train())
@@ -209,7 +212,7 @@ def _show(console: Console, planned: FolderRun, checkout: Checkout, words: list[
         rule = f" (the rule: {from_folder.PER_IMAGE} times, {from_folder.LEAST:,} to {from_folder.MOST:,} images in all)"
         table.add_row("steps", f"{steps:,}: {each}{rule if planned.by_rule else ''}")
     if values.get("validation_split") and values.get("early_stopping"):
-        rule = f"{round(images.count * float(values['validation_split']))} images are held out"
+        rule = f"{images.held_out_by(float(values['validation_split']))} images are held out"
         patience = f"stops after {values['early_stopping']} validations without an improvement"
         every = int(values.get("validate_every_n_epochs") or 1)
         often = "after each epoch" if every == 1 else f"every {every} epochs"

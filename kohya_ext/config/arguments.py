@@ -22,6 +22,10 @@ from kohya_ext.errors import did_you_mean, one_letter_off
 # --- the script's own parser -----------------------------------------------------------------------------------------
 
 
+_GROUP = "kohya_ext"
+"""The title of the extension's options."""
+
+
 class TrainingParser(argparse.ArgumentParser):
     """A script's own parser, taken over in place by :func:`take_over`.
 
@@ -115,7 +119,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
     taken = parser._option_string_actions
     free = frozenset(name for name, _ in options("training") if not any(flag in taken for flag in flags(name)))
     add_to(
-        parser.add_argument_group("kohya_ext", "patches and presets; every switch has a --no- form"),
+        parser.add_argument_group(_GROUP, "patches and presets; every switch has a --no- form"),
         "training",
         free,
     )
@@ -165,9 +169,9 @@ def find_problem(parser: argparse.ArgumentParser, key: str, value: object) -> Pr
 
 def find_problems(parser: argparse.ArgumentParser, config: ConfigFile) -> list[Problem]:
     """Return the problems of a config file for this parser."""
-    checked = dict(config.values)
-    for name, _ in options("training"):
-        checked.pop(name, None)  # checked with the extension's other settings
+    # Those that the script defines itself, too, are read as its own.
+    added = {action.dest for group in parser._action_groups if group.title == _GROUP for action in group._group_actions}
+    checked = {key: value for key, value in config.values.items() if key not in added}  # with the extension's settings
     if gui_files.is_from_gui(config.values):
         # The GUI writes some keys for scripts that do not know them; none of its keys is misspelt.
         known = {action.dest for action in parser._actions}

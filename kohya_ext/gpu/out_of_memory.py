@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from argparse import Namespace
@@ -114,6 +115,7 @@ def next_step(args: Namespace, command: CommandLine, phase: Phase, keep_state: b
     """Return the cheapest change that helps in a phase; with ``keep_state``, one that can resume a saved state, if any."""
     known = vars(args)
     values = {**known, **{name: value for name, value in command.settings.values().items() if value is not None}}
+    values["num_processes"] = int(os.environ.get("WORLD_SIZE", "1"))  # also of a run that another launcher has started
     gpu = first_gpu()
     bf16 = gpu is None or gpu.has_bf16
     helpful = list(steps(Attempt(command.name, values, known.__contains__, bf16=bf16), phase))

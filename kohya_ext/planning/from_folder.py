@@ -59,6 +59,8 @@ class Images:
     """Whether they are in subfolders named by repeats and class."""
     with_repeats: int
     """The number of images of an epoch."""
+    folders: tuple[int, ...]
+    """The number of images of each folder."""
     caption: str = ""
     """The first line of the first caption."""
 
@@ -71,6 +73,17 @@ class Images:
     def compared(self) -> int:
         """The number of images to hold out of runs that are compared, which can be fewer; 0 for too few images."""
         return self.held_out or (_COMPARED if self.count >= _COMPARED_FROM else 0)
+
+    def held_out_by(self, fraction: float) -> int:
+        """Return how many images upstream does not train on, which divides each folder and rounds up."""
+        return sum(count - math.ceil(count * (1 - fraction)) for count in self.folders)
+
+    def fraction(self, held_out: int) -> float | None:
+        """Return the smallest fraction that holds at least some images out; None if it is many more, or all of a folder."""
+        parts = {-(-number * 10_000 // count) for count in self.folders for number in range(1, min(held_out, count - 1) + 1)}
+        fractions = (part / 10_000 for part in sorted(parts))
+        fraction = next((each for each in fractions if self.held_out_by(each) >= held_out), None)
+        return None if fraction is None or self.held_out_by(fraction) > 2 * held_out else fraction
 
     @property
     def extension(self) -> str:
@@ -141,8 +154,9 @@ def of(
         steps = math.ceil(min(max(PER_IMAGE * images.count, LEAST), MOST) / run.batch)
         run = FolderRun(images, kind, command.with_({"max_train_steps": steps}), dataset, by_rule=True)
     held_out = images.held_out if held_out is None else held_out
-    if held_out and _can_validate(own.script):
-        run = replace(run, command=_validated(run, held_out))
+    fraction = images.fraction(held_out) if held_out else None
+    if fraction is not None and _can_validate(own.script):
+        run = replace(run, command=_validated(run, fraction))
     return run
 
 
@@ -177,13 +191,14 @@ def _can_validate(script: Path | None) -> bool:
         return False
 
 
-def _validated(run: FolderRun, held_out: int) -> CommandLine:
+def _validated(run: FolderRun, fraction: float) -> CommandLine:
     """Return the command that also holds images out, validates now and then, and stops early; given options stay."""
     images, values = run.images, run.command.values
-    per_epoch = max(images.with_repeats * (images.count - held_out) / images.count / run.batch, 1.0)
+    trained = images.count - images.held_out_by(fraction)
+    per_epoch = max(images.with_repeats * trained / images.count / run.batch, 1.0)
     epochs = values.get("max_train_epochs") or int(values.get("max_train_steps", 0)) / per_epoch
     options = {
-        _SPLIT: round(held_out / images.count, 4),
+        _SPLIT: fraction,
         "validation_seed": 1,  # the same images after a resume
         "validate_every_n_epochs": max(round(float(epochs) / _VALIDATIONS), 1),
         "early_stopping": PATIENCE,
@@ -195,18 +210,19 @@ def images_in(folder: Path) -> Images:
     """Count the images of a folder, or of its subfolders named by repeats and class. Raises UserError without any."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder of images")
-    classes = [path for path in sorted(folder.iterdir()) if path.is_dir() and repeats_of(path.name)]
-    in_classes = [file for path in classes for file in images_of(path)]
+    classes = {path: images_of(path) for path in sorted(folder.iterdir()) if path.is_dir() and repeats_of(path.name)}
+    in_classes = [file for each in classes.values() for file in each]
     direct = images_of(folder)
     if direct and in_classes:
-        raise UserError(f"{folder} has images, and images in {classes[0].name}; move them into one or the other")
+        raise UserError(f"{folder} has images, and images in {next(iter(classes)).name}; move them into one or the other")
     files = direct or in_classes
     if not files:
         raise UserError(f"{folder} has no images")
     captions = Counter(extension for file in files for extension in _CAPTIONS if file.with_suffix(extension).is_file())
-    with_repeats = len(direct) or sum(repeats_of(path.name) * len(images_of(path)) for path in classes)
+    folders = (len(direct),) if direct else tuple(map(len, classes.values()))
+    with_repeats = len(direct) or sum(repeats_of(path.name) * len(each) for path, each in classes.items())
     caption = next(filter(None, map(_caption, files)), "")
-    return Images(folder, len(files), captions, not direct, with_repeats, caption)
+    return Images(folder, len(files), captions, not direct, with_repeats, folders, caption)
 
 
 def _caption(image: Path) -> str:

@@ -44,6 +44,11 @@ def trials(choices: Sequence[str]) -> list[Trial]:
         if option in options:
             raise UserError(f"--try {option} is given twice; separate its values by commas")
         options[option] = values
+    for option, values in options.items():
+        if len({_name({option: value}).lower() for value in values}) < len(values):
+            raise UserError(
+                f"--try {option}: the values would be trained in the same folder, because their names are too alike"
+            )
     combinations = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
     if len(combinations) > _MOST:
         raise UserError(f"--try makes {len(combinations)} runs, more than {_MOST}; give fewer values")

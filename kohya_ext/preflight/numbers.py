@@ -44,6 +44,8 @@ BOUNDS: Mapping[str, Bound] = {
     "gradient_accumulation_steps": Bound(1, _DIVIDES),
     "save_every_n_steps": Bound(1, _DIVIDES),
     "save_every_n_epochs": Bound(1, _DIVIDES),
+    "validate_every_n_steps": Bound(1, _DIVIDES),
+    "validate_every_n_epochs": Bound(1, _DIVIDES),
     "save_last_n_epochs": _KEEP,
     "save_last_n_steps": Bound(0, "the file that was just saved would be removed"),
     "save_last_n_epochs_state": _KEEP_STATE,

@@ -13,9 +13,7 @@ from kohya_ext.run import evaluations
 from kohya_ext.run.evaluations import Evaluation
 from kohya_ext.run.journal_lines import PRESERVATION_LOSS
 from kohya_ext.run.journal_reader import RunLog
-
-BEST = "-best-step"
-"""Part of the name of a best model of --early_stopping, of which only the latest is kept."""
+from kohya_ext.run.output_files import BEST
 
 MEMORY = ("reserved", "peak_allocated", "allocated")
 """The columns of memory in bytes."""
@@ -105,10 +103,12 @@ class History(RunLog):
     def best_file(self) -> tuple[Path, Evaluation] | None:
         """Return the saved model with the lowest validation loss of its step, and that; None if no step has both.
 
-        A best model of --early_stopping that has been removed since is left out.
+        A best model of --early_stopping that has been removed since is left out, and so are averages of --ema, which were not
+        validated.
         """
         losses = {each.step: each for each in self.evaluations()}
-        lines = self.of_kind("save")
+        models = {str(line.get("file")) for line in self.of_kind("save")}
+        lines = [line for line in self.of_kind("save") if _averaged(str(line.get("file"))) not in models]
         latest = max((number(line.get("step"), 0.0) for line in lines if BEST in str(line.get("file"))), default=0.0)
         kept = [line for line in lines if BEST not in str(line.get("file")) or line.get("step") == latest]
         saved = {line.get("step"): str(line.get("file")) for line in kept}
@@ -119,6 +119,12 @@ class History(RunLog):
         """Return the ``sample`` events in the order of their steps; a file that was written twice counts once."""
         latest = {str(line.get("file")): line for line in self.of_kind("sample")}
         return sorted(latest.values(), key=lambda line: (number(line.get("step"), 0.0), Path(str(line.get("file"))).name))
+
+
+def _averaged(file: str) -> str:
+    """Return the model of which a file is the average, if it is one: ``cat`` for ``cat-ema``."""
+    path = Path(file)
+    return str(path.with_name(f"{path.stem.removesuffix('-ema')}{path.suffix}")) if path.stem.endswith("-ema") else ""
 
 
 def number(value: object, otherwise: float = math.nan) -> float:

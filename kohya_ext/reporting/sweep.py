@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
+from kohya_ext.config.settings import HIDDEN
 from kohya_ext.errors import UserError
 from kohya_ext.reporting import file_training
 from kohya_ext.reporting.history import History
@@ -43,6 +45,17 @@ def is_finished(journal: Path, steps: int | None) -> bool:
     if run is None or run.status(time.time()) != "DONE":
         return False
     return steps is None or run.total in (None, steps)
+
+
+def changed(journal: Path, values: Mapping[str, object]) -> list[str]:
+    """Return the options whose values are not those of a journal's newest run, as far as it has them."""
+    run = newest_run(journal)
+    settings = run.start.get("settings") if run is not None else None
+    if not isinstance(settings, dict):
+        return []
+    before = {key: row[0] for key, row in settings.items() if isinstance(row, list) and row}
+    now = json.loads(json.dumps(values, default=str))
+    return sorted(key for key in before.keys() | now if before.get(key) not in (now.get(key), HIDDEN))
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:

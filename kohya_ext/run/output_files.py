@@ -14,6 +14,9 @@ from pathlib import Path
 ROLLING = "rolling"
 """Precedes the step in the names of the states of --save_state_every_n_minutes."""
 
+BEST = "-best-step"
+"""Precedes the step in the name of the best model of --early_stopping."""
+
 MULTIPLIER = "-multiplier-"
 """Precedes the multiplier in the names of the samples of --sample_multipliers."""
 
@@ -51,7 +54,7 @@ class _Place:
 
 def models(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield a run's models, including those of single epochs and steps and EMA weights. Diffusers models are folders."""
-    return _models(_Place.of(folder, name), r"(-\d{6}|-step\d{8})?(-ema)?")
+    return _models(_Place.of(folder, name), rf"(-\d{{6}}|(-step|{BEST})\d{{8}})?(-ema)?")
 
 
 def final_models(folder: Path, name: str | None) -> Iterator[Path]:
@@ -83,7 +86,7 @@ def _states(folder: Path, name: str | None, suffix: str) -> Iterator[Path]:
 def temporary_paths(folder: Path, name: str | None, suffix: str) -> list[Path]:
     """Return temporary files and folders of a run's models and states, which end in ``suffix``."""
     place = _Place.of(folder, name)
-    kind = rf"{place.prefix}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
+    kind = rf"{place.prefix}(-\d{{6}}|(-step|{BEST}|-{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
     return [path for path in place.paths() if re.fullmatch(kind, path.name)]
 
 

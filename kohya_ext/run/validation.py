@@ -21,6 +21,9 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import evaluations, resume
 from kohya_ext.run.evaluations import Evaluation, Sample
 
+INSTEAD_OF = "kohya_ext_instead_of"
+"""Attribute of a dataset group that upstream's run lacks: upstream's own, or None."""
+
 _STEP = "global_step"
 """The scripts' variable for the number of optimizer steps."""
 

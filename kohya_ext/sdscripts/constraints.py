@@ -154,6 +154,11 @@ class Run:
         return int(str(self.values.get("gradient_accumulation_steps") or 1))
 
     @property
+    def processes(self) -> int:
+        """The value of --num_processes."""
+        return int(str(self.values.get("num_processes") or 1))
+
+    @property
     def uses_adafactor(self) -> bool:
         """Whether the optimizer is Adafactor."""
         return str(self.values.get("optimizer_type")).lower() == "adafactor"
@@ -301,6 +306,9 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "--fused_backward_pass, which needs --optimizer_type Adafactor, or --gradient_release"),
     Constraint(_IN_BACKWARD, ("gradient_accumulation_steps",), lambda run: run.accumulation > 1,
                "--{option} and --gradient_accumulation_steps {run.accumulation} cannot be combined: no gradient is kept"),
+    Constraint(_IN_BACKWARD, ("num_processes",), lambda run: run.processes > 1,
+               "--{option} steps before the processes have averaged their gradients, so each would train its own weights; "
+               "remove it or use one process"),
     Constraint(_RELEASE, (), lambda run: not run.fine_tunes,
                "--{option} works with the scripts that fine-tune whole models, not with {run.script}; remove it"),
     _excludes(_RELEASE, FUSED_OPTIMIZERS, "each steps the optimizer during the backward pass; remove --{other}"),

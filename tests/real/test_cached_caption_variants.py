@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from functools import partial
 from multiprocessing import Value
@@ -211,6 +212,7 @@ def test_a_second_start_encodes_new_texts_alone(library, data, capsys):
         group, _ = library.group({"image_dir": str(data), **SHUFFLED, **options})
         with library.run(count, seed, to_disk=True) as cache:
             run = cache(group)
+            run.before_batch(ACCELERATOR)
             return set(flat(epochs(run, group, 3))), set(library.encoded)
 
     first, encoded = start()
@@ -424,3 +426,17 @@ def test_two_processes_take_the_variants(checkout, train, library, data, script)
     shuffle_files(library, data, 1)
     upstream = train(checkout, script, *where, ranks=2)
     assert all(torch.equal(tensor, upstream.tensors[name]) for name, tensor in ours.tensors.items())
+
+
+def test_only_files_that_no_group_reads_are_called_deletable(tmp_path, capsys):
+    training, validation, other = (tmp_path / f"a{MARK}{digit * 16}_te_outputs.npz" for digit in "123")
+    for file in (training, validation, other):
+        file.touch()
+    run = cached_caption_variants._Run(Namespace())
+    run.files.add(str(training))
+    run.files.add(str(validation))
+    run.before_batch(ACCELERATOR)
+    run.before_batch(ACCELERATOR)
+    printed = capsys.readouterr().err
+    assert printed.count("can be deleted") == 1
+    assert f"1 cached texts of other captions, options or seeds (0.0 MB) can be deleted: {other}" in printed

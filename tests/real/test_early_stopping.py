@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kohya_ext.run import evaluations
+from kohya_ext.tiny import dataset
 from kohya_ext.tiny.arguments import OUTPUT_NAME
 
 torch = pytest.importorskip("torch")
@@ -39,6 +40,18 @@ def test_training_is_the_same_and_the_best_model_is_kept(checkout, train, script
     assert [file.name for file in run.folder.glob("*-best-*")] == [f"{OUTPUT_NAME}-best-step{best.step:08d}.safetensors"]
 
 
+@pytest.mark.parametrize("seed", [(), pytest.param(("--validation_seed", "2"), marks=pytest.mark.slow)])
+def test_other_images_are_validated_than_upstream_trains(checkout, train, seed, tmp_path):
+    dataset.write(tmp_path, 11, 128)
+    words = ("--train_data_dir", str(tmp_path), "--validation_split", "0.5", *seed)
+    usual, stopping = train(checkout, LORA, *words), train(checkout, LORA, *words, *PATIENT)
+    # Upstream rounds 5.5 images of both kinds up, and without a seed draws twice.
+    assert "some validation images are also trained on, because upstream" in usual.output
+    assert [(len(each.losses), each.held_out) for each in validations(stopping.folder)] == [(5, True)] * 2
+    assert usual.tensors.keys() == stopping.tensors.keys()
+    assert all(torch.equal(tensor, stopping.tensors[name]) for name, tensor in usual.tensors.items())
+
+
 @pytest.mark.parametrize("script", [LORA, pytest.param(FULL, marks=pytest.mark.slow)])
 def test_a_run_stops_early_and_stays_stopped(checkout, train, script):
     # Workers shuffle upstream's validation images.
@@ -59,6 +72,18 @@ def test_a_run_stops_early_and_stays_stopped(checkout, train, script):
     assert "nothing left to train: no validation since step 2" in again.output
     assert validations(run.folder) == measured
     assert [path.name for path in run.folder.glob("*-state")] == [state.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [LORA, FULL])
+def test_a_state_of_a_validated_step_can_be_resumed(checkout, train, script):
+    words = (*PATIENT, "--save_state", "--save_every_n_steps", "2", "--learning_rate", "0.01")
+    run = train(checkout, script, *words)
+    state = str(run.folder / f"{OUTPUT_NAME}-step00000002-state")
+    resumed = train(checkout, script, *words, "--resume", state)
+    assert all(torch.equal(tensor, resumed.tensors[name]) for name, tensor in run.tensors.items())
+    files = [sorted(file.name for file in each.folder.glob("*.safetensors")) for each in (run, resumed)]
+    assert [name for name in files[0] if "best" in name] == [name for name in files[1] if "best" in name]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--train_batch_size", type=int, default=1)
     parser.add_argument("--learning_rate", type=float, default=2e-6)
     parser.add_argument("--lr_warmup_steps", type=lambda text: float(text) if "." in text else int(text), default=0)
+    parser.add_argument("--validate_every_n_steps", type=int)  # of the extension in other scripts
     parser.add_argument("--cache_latents", action="store_true")
     parser.add_argument("--no_half_vae", action="store_true")
     parser.add_argument("--network_args", nargs="*")
@@ -182,6 +183,7 @@ CERTAIN = [
     "train_batch_size = inf",
     "resolution = 512",
     'network_args = "a=b"',
+    'validate_every_n_steps = "2"',
     "learnin_rate = 1e-3",
     "learning_ratee = 1e-3",
     "learnign_rate = 1e-3",

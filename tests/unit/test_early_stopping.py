@@ -2,11 +2,13 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kohya_ext.run import stop_request
+from kohya_ext.run.atomic_write import write_atomically
 from kohya_ext.run.evaluations import Evaluation
 from patches import early_stopping
 
@@ -29,7 +31,7 @@ def start(monkeypatch, tmp_path):
     """patience -> a callback that saves its models as empty files."""
 
     def save(step, args, accelerator, as_file):
-        (tmp_path / f"{args.output_name}-step{step:08d}.safetensors").touch()
+        write_atomically(tmp_path / f"{args.output_name}-step{step:08d}.safetensors", Path.touch, lambda: 0)
 
     monkeypatch.setattr(early_stopping, "step_save", lambda frame: SimpleNamespace(run=save, saves_folders=False))
 
@@ -61,6 +63,21 @@ def test_only_the_best_model_is_kept_and_the_users_files_stay(start, stopper, tm
     assert stopper.code == 0
 
 
+def test_files_of_an_earlier_run_stay_although_their_steps_are_validated(start, stopper, tmp_path):
+    earlier = ["cat-best-step00000010.previous.safetensors", "cat-best-step00000020.safetensors"]
+    for name in earlier:
+        (tmp_path / name).touch()
+    state = tmp_path / "cat-state"
+    state.mkdir()
+    callback = start(9)
+    validate(callback, 1.0, 1.1)
+    callback.on_state_save(state)
+    resumed = start(9)
+    resumed.on_state_load(state)
+    validate(resumed, 0.9)
+    assert models(tmp_path) == [*earlier, "cat-best-step00000030.safetensors"]
+
+
 def test_an_improvement_starts_the_count_again(start, stopper):
     callback = start(2)
     validate(callback, 1.0, 1.1, 0.9, 1.0)
@@ -75,10 +92,12 @@ def test_a_resumed_run_counts_on_and_a_stopped_one_ends(start, stopper, tmp_path
     callback = start(2)
     validate(callback, 1.0)
     callback.on_state_save(state)
+    recorded = {file: file.read_bytes() for file in state.iterdir()}
     validate(callback, 1.1)  # of the step that has saved the state, so it belongs to it
     callback.before_batch(callback.accelerator)
     validate(callback, 1.2)
-    assert [line["step"] for line in json.loads((state / early_stopping.FILE).read_text())] == [10, 20]
+    assert [line["step"] for line in json.loads((state / early_stopping.LATER_FILE).read_text())["evaluations"]] == [10, 20]
+    assert {file: file.read_bytes() for file in recorded} == recorded, "a state with other sizes cannot be resumed"
     stopper.reason = ""
 
     resumed = start(2)
@@ -92,6 +111,17 @@ def test_a_resumed_run_counts_on_and_a_stopped_one_ends(start, stopper, tmp_path
         start(1).on_state_load(state)
     assert end.value.code == 0
     assert "nothing left to train: no validation since step 10 was better" in capsys.readouterr().err
+
+
+def test_a_run_that_was_never_validated_says_so(start, stopper, capsys):
+    callback = start(2)
+    stopper.reason = "SIGINT"
+    callback.after_training()
+    stopper.reason = ""
+    callback.after_training()
+    validate(callback, 1.0)
+    callback.after_training()
+    assert capsys.readouterr().err.count("--early_stopping had no effect: nothing was validated") == 1
 
 
 def test_a_planned_stop_has_code_0_and_still_saves(monkeypatch, tmp_path):

@@ -1,8 +1,10 @@
 """`train FOLDER --model FILE`: the command for a folder of images, what it asks for, and when it starts."""
 
 import json
+import math
 import struct
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,23 @@ def test_some_of_enough_images_are_held_out(checkout, tmp_path, model, count, wo
     values = planned(checkout, images(tmp_path / "cats", count), model("SDXL"), *words).command.values
     names = ("validation_split", "validate_every_n_epochs", "early_stopping")
     assert tuple(values.get(name) for name in names) == (expected or (None,) * 3)
+
+
+def test_as_many_images_are_held_out_as_shown_and_none_is_trained_on(tmp_path):
+    """Upstream divides each folder, and rounds both numbers."""
+    for count in range(from_folder.HELD_OUT_FROM, 400):
+        whole = from_folder.Images(tmp_path, count, Counter(), False, count, (count,))
+        fraction = whole.fraction(whole.held_out)
+        assert (
+            count - math.ceil(count * (1 - fraction))
+            == round(count * fraction)
+            == whole.held_out
+            == whole.held_out_by(fraction)
+        )
+    classes = from_folder.Images(tmp_path, 22, Counter(), True, 22, (10, 12))
+    assert classes.held_out_by(classes.fraction(2)) == 2
+    single = from_folder.Images(tmp_path, 20, Counter(), True, 20, (1,) * 20)
+    assert single.fraction(2) is None, "all images would be held out"
 
 
 def test_no_image_is_held_out_on_request_and_by_a_release_that_cannot(checkout, tmp_path, model):

@@ -20,7 +20,7 @@ from kohya_ext.optimizers import probes, weight_steps  # noqa: E402
 from kohya_ext.optimizers.host_states import load_as_saved  # noqa: E402
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding  # noqa: E402
 from kohya_ext.optimizers.weight_steps import RoundedSteps, WeightSteps  # noqa: E402
-from kohya_ext.planning import automatic  # noqa: E402
+from kohya_ext.planning import automatic, memory_savings  # noqa: E402
 from kohya_ext.preflight import options  # noqa: E402
 from kohya_ext.sdscripts.constraints import stepping_in_backward  # noqa: E402
 
@@ -358,6 +358,13 @@ def test_a_state_holds_the_norm_and_the_random_state(tmp_path):
     assert torch.equal(resumed.rounding.rounded(values), expected)
 
 
+@pytest.mark.parametrize(("limit", "warnings"), [(1.0, 1), (0.0, 0)])
+def test_only_clipping_misses_the_norm_of_a_state_without_it(tmp_path, capsys, limit, warnings):
+    accelerator = SimpleNamespace(_optimizers=[SimpleNamespace(optimizer=torch.optim.AdamW(weights_of()))])
+    _Release(None, limit, accelerator=accelerator).on_state_load(tmp_path)
+    assert capsys.readouterr().err.count("has no norm of its last step") == warnings
+
+
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -433,8 +440,19 @@ def test_swapped_blocks_need_steps_during_the_backward_pass():
 
 
 def test_several_processes_are_refused():
-    (problem,) = gradient_release._problems("sdxl_train.py", Namespace(), Settings(num_processes=2))
+    settings = Settings(num_processes=2, gradient_release=True)
+    (problem,) = options.impossible(Path("sdxl_train.py"), Namespace(mixed_precision="bf16"), settings)
     assert "remove it or use one process" in problem
+
+
+@pytest.mark.parametrize(("processes", "offered"), [(1, True), (2, False)])
+def test_several_processes_are_not_advised_to_use_it(processes, offered):
+    values = {"optimizer_type": "Adafactor", "mixed_precision": "bf16", "num_processes": processes}
+    changes = [
+        step.changes for step in memory_savings.steps(memory_savings.Attempt("sdxl_train.py", values, lambda name: True))
+    ]
+    assert any("gradient_release" in each for each in changes) is offered
+    assert any("fused_backward_pass" in each for each in changes) is offered
 
 
 def test_one_name_for_every_option_that_steps_during_the_backward_pass():

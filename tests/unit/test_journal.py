@@ -377,6 +377,18 @@ def test_the_last_line_is_a_command_for_the_shell(write, tmp_path):
     assert quoted_word(str(written.file))[-1] in "'\""
 
 
+def test_files_of_another_folder_are_named_with_it(write, tmp_path):
+    from kohya_ext.patches.journal import _summary_lines
+
+    written, files = write(), [tmp_path / name for name in ("cat.safetensors", "cat-state", "saved/cat-2.safetensors")]
+    (tmp_path / "saved").mkdir()
+    for file in reversed(files):
+        file.touch()
+        written.write("save", step=20, file=str(file))
+    (line,) = [line for line in _summary_lines(written, "finished", "") if line.startswith("written")]
+    assert line == f"written to {tmp_path}: cat.safetensors, cat-state, {files[2]}"
+
+
 def test_wrong_input_is_an_error(watch, tmp_path):
     (tmp_path / "text").write_text("text\n")
     (tmp_path / "empty").mkdir()

@@ -17,7 +17,11 @@ def test_files_are_found_in_the_folder_of_the_name(name, tmp_path):
     assert {path.name for path in output_files.states(tmp_path, name)} == set(NAMES[:2])
     assert [path.name for path in output_files.previous_states(tmp_path, name)] == [NAMES[2]]
     assert {path.name for path in output_files.final_models(tmp_path, name)} == set(NAMES[3:])
-    assert len(output_files.temporary_paths(tmp_path, name, ".partial")) == 1
+    best = ("tabby-best-step00000003-ema.safetensors", "tabby-best-step00000003.safetensors.1a-2-3.partial")
+    for file in best:
+        (folder / file).touch()
+    assert {path.name for path in output_files.models(tmp_path, name)} == {*NAMES[3:], best[0]}
+    assert len(output_files.temporary_paths(tmp_path, name, ".partial")) == 2
     assert output_files.rolling_state(tmp_path, name, 3) in output_files.states(tmp_path, name)
 
 

@@ -645,6 +645,8 @@ def test_option_that_the_script_does_not_read_is_a_warning(script, option, warne
             "--save_every_n_steps 0: sd-scripts divides by it; use 1 or more, or remove it",
         ),
         ({"save_every_n_epochs": 0}, "--save_every_n_epochs 0"),
+        ({"validate_every_n_steps": 0}, "--validate_every_n_steps 0"),
+        ({"validate_every_n_epochs": 0}, "--validate_every_n_epochs 0"),
         ({"save_last_n_epochs": 0}, "--save_last_n_epochs 0: the file that was just saved would be removed"),
         ({"max_data_loader_n_workers": -1}, "--max_data_loader_n_workers -1"),
         ({"max_train_epochs": 0}, "--max_train_epochs 0: nothing would be trained"),

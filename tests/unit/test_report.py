@@ -798,6 +798,10 @@ def test_the_step_where_over_fitting_began_is_marked_and_the_best_file_named(wri
     assert loss["tables"][1] == [[*means], [round(mean + 0.5, 5) for mean in means.values()]]
     assert text.count("lowest validation loss</span>") == 1
 
+    averages = [{**saves[0], "file": "/x/cat-40-ema.safetensors"}]
+    text = report(write(start(), training(), *steps(1, 100), *turned, *saves, *averages, end()))
+    assert "best saved file: cat-40.safetensors of step 40" in text, "the average was not validated"
+
     falling = report(write(start(), training(), *steps(1, 100), *turned[:2], *saves, end()))
     assert "over-fitting" not in falling.partition("<body")[2].replace("m-over-fitting", "").partition("<script")[0]
     assert not [mark for mark in chart_data(falling)["loss"]["marks"] if mark["name"] == "over-fitting"]

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from kohya_ext import installed_gpus
+from kohya_ext.config.settings import HIDDEN
 from kohya_ext.errors import UserError
 from kohya_ext.planning.trials import trials
 from kohya_ext.reporting import sweep
@@ -34,6 +35,8 @@ def test_trials_are_all_combinations():
         (["learning_rate"], "must be OPTION=VALUE,VALUE"),
         (["=1"], "must be OPTION=VALUE,VALUE"),
         (["a=1", "a=2"], "is given twice"),
+        (["a=x/y,x_y"], "in the same folder"),
+        (["a=AdamW,adamw"], "in the same folder"),
         ([f"a={','.join(map(str, range(51)))}"], "makes 51 runs"),
     ],
 )
@@ -107,6 +110,16 @@ def test_each_run_has_a_folder_and_finished_ones_are_not_repeated(checkout, tmp_
     assert "run 1 of 2, learning_rate=5e-5: already finished" in printed.err
     assert "and 1 more runs" in printed.out
     assert (tmp_path / "output" / "cats.sweep.report.html").is_file()
+
+
+def test_a_finished_run_with_other_options_is_reported(tmp_path):
+    file = write_journal(tmp_path / "a.journal.jsonl", [0.9])
+    assert sweep.changed(file, {"network_dim": 8}) == [], "of a journal without settings"
+    first, *rest = file.read_text().splitlines()
+    settings = {"network_dim": [4, "command line"], "seed": [1, "preset"], "wandb_api_key": [HIDDEN, "environment"]}
+    file.write_text("\n".join([json.dumps({**json.loads(first), "settings": settings}), *rest]) + "\n")
+    assert sweep.changed(file, {"network_dim": 4, "seed": 1, "wandb_api_key": "secret"}) == []
+    assert sweep.changed(file, {"network_dim": 8, "loss_type": "l1"}) == ["loss_type", "network_dim", "seed"]
 
 
 def test_a_few_images_are_held_out_of_a_sweep(tmp_path):
