@@ -150,7 +150,7 @@ def run(checkout: Checkout, command: CommandLine, scratch: Path, given: argparse
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     words = Arguments(command, workload, folder).words()
-    passes = estimation.STEPS * workload.micro_steps
+    passes = full_size.STEPS * workload.micro_steps
     family = families.of(command.name, command.values)
     reads = family is not None and family.name in full_size.READS_INTEGERS
     tokens = caption_tokens(command.name, command.values, workload.size) if reads else 0
