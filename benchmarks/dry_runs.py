@@ -123,7 +123,9 @@ def dry(checkout: Checkout, command: CommandLine) -> dict[str, Any]:
     """Return the memory that a dry run predicts, and the seconds that it takes."""
     start = time.monotonic()
     result = estimation.measure(checkout, command)
-    return {**{name: result[name] for name in ("allocated", "reserved")}, "seconds": round(time.monotonic() - start)}
+    # The estimate's own figure is that of the phase with the most reserved memory.
+    allocated = max(result["phase_peaks"].values())
+    return {"allocated": allocated, "reserved": result["reserved"], "seconds": round(time.monotonic() - start)}
 
 
 def compared(predicted: dict[str, Any], used: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def run(checkout: Checkout, command: CommandLine, scratch: Path, given: argparse
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     words = Arguments(command, workload, folder).words()
-    passes = estimation.STEPS * workload.micro_steps
+    passes = full_size.STEPS * workload.micro_steps
     family = families.of(command.name, command.values)
     reads = family is not None and family.name in full_size.READS_INTEGERS
     tokens = caption_tokens(command.name, command.values, workload.size) if reads else 0

@@ -142,6 +142,15 @@ class _Generator(torch.Generator):  # type: ignore[misc]  # torch is not followe
     def __new__(cls, device: object = None) -> _Generator:
         return super().__new__(cls, "cpu")  # type: ignore[no-any-return]
 
+    def __init__(self, device: Any = None) -> None:
+        asked = torch.device("cpu" if device is None else device)
+        self._device = GPU if asked.type == "cuda" else asked
+
+    @property
+    def device(self) -> torch.device:
+        """The device that was asked for: code creates tensors where its generator is."""
+        return self._device
+
 
 class _FloatTensor(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     """The old constructor of a tensor from numbers, which reads those that are tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ LOADING, SAMPLING = "loading", "sampling"
 
 #: Kind of a model's weights -> the phase before the first batch in which the model runs.
 _CACHING = {Kind.VAE: "caching latents", Kind.TEXT_ENCODER: "caching text encoder outputs"}
+
+#: Backward passes after which a reserve that still grows is taken as it is: more than any known run grows for.
+_MOST_PASSES = 60
 
 
 @dataclass
@@ -141,10 +144,14 @@ class Steps:
 
         The first step creates the optimizer's state, and the third one records passes.
         """
-        steps, micro_steps, tracker = self.request.passes, self.request.micro_steps, self.tracker
-        if self.request.recorded or len(self.passes) <= steps - micro_steps:
+        if self.request.recorded or len(self.passes) <= self.request.passes - self.request.micro_steps:
             return False
         self._name_kinds()
+        return self._repeat()
+
+    def _repeat(self) -> bool:
+        """Add the last step of the log once more. Return False if the next one would differ."""
+        micro_steps, tracker = self.request.micro_steps, self.tracker
         (start, flops), end = self.passes[-1 - micro_steps], len(tracker.events)
         step = repeated(tracker.events, start, len(tracker.kinds))
         if step is None:
@@ -169,10 +176,12 @@ class Steps:
         self._name_kinds()
         kind = ExpandableAllocator if self.request.expandable_segments else CachingAllocator
         allocator, first, passes = kind(), 0, []
-        for last, _ in self.passes:
+        for last, _ in self.passes:  # with those added below: gaps between tensors may grow over more steps than were run
             allocator.replay(self.tracker.events[first:last])
             passes.append({"allocated": max(allocator.peaks.values()), "reserved": allocator.most_reserved})
             first = last
+            if len(passes) == len(self.passes) and self._grows(passes):
+                self._repeat()
         phase, reserved = _highest(allocator), allocator.most_reserved
         allocated = allocator.peaks[phase]
         measured = self.request.micro_steps if self.request.recorded else len(self.work) - 1  # before passes are recorded
@@ -196,6 +205,11 @@ class Steps:
             "host": {} if self.divided is None else self.divided.host,
             "passes": passes,
         }
+
+    def _grows(self, passes: Sequence[Mapping[str, int]]) -> bool:
+        """Return whether the last step has reserved more than all before it, and one more may, too."""
+        before = passes[-1 - self.request.micro_steps]
+        return not self.request.recorded and len(passes) < _MOST_PASSES and passes[-1]["reserved"] > before["reserved"]
 
     def _replay(self, allocator: CachingAllocator) -> None:
         allocator.replay(self.tracker.events)

@@ -272,6 +272,8 @@ with mode, tracker:
     assert layer.weight.is_cuda
     assert layer.weight.cpu().device.type == "cpu"
     assert torch.tensor([2, 3]).prod().item() == 6
+    assert torch.Generator(layer.weight.device).device == layer.weight.device  # tensors are created there
+    assert torch.Generator().device.type == "cpu"
     swapped = torch.nn.Parameter(torch.zeros(3))  # its block is on the host between steps
     optimizer = torch.optim.SGD([*layer.parameters(), swapped], lr=1, momentum=0.9)
     tried = torch.optim.SGD([torch.nn.Parameter(torch.zeros(7))])

@@ -150,8 +150,7 @@ def stated(sentence: str) -> str:
     return sentence
 
 
-_RELEASED = "gradient release with AdamW8bit, fine-tune of SDXL"
-_HALF = "fused steps, half of the states on the host, fine-tune of SDXL"
+_LLLITE, _CONTROL_NET = "LLLite Anima", "ControlNet SD 1.5"
 
 
 def memory() -> Iterator[str]:
@@ -159,14 +158,12 @@ def memory() -> Iterator[str]:
     yield f"predicts {cache.shipped(memory_config.normalized(config))['flops'] / 1e12:.1f} TFLOP per step"
     yield f"{preset_accuracy()[0]} configurations at full size | within 0.1%"
     dry = {name: each["error_percent"] for name, each in results("dry_runs.json")["rows"].items()}
-    worse = {"LLLite of Anima": "LLLite Anima", "released gradients of AdamW8bit": _RELEASED}
-    errors = {title: math.ceil(10 * dry[name]["reserved"]) / 10 for title, name in worse.items()}
-    below = -math.floor(10 * dry[_HALF]["reserved"]) / 10
-    others = [each for name, each in dry.items() if name not in (*worse.values(), _HALF)]
+    above = math.ceil(10 * dry[_LLLITE]["reserved"]) / 10
+    below = -math.floor(10 * dry[_CONTROL_NET]["reserved"]) / 10
+    others = [each for name, each in dry.items() if name not in (_LLLITE, _CONTROL_NET)]
     assert all(abs(error) < 0.5 for each in others for error in each.values())
     worst = math.ceil(10 * max(abs(error) for each in others for error in each.values())) / 10
-    above = " and ".join(f"{title} {error}%" for title, error in errors.items())
-    outside = f"{above} above, half of AdamW's states on the host {below}% below"
+    outside = f"LLLite of Anima {above}% above, ControlNet of SD 1.5 {below}% below"
     yield f"dry runs of {len(dry)} command lines | {outside}, all others within {worst}%"
     line = next(text for text in EVIDENCE.split("\n- ") if text.startswith("On an H100, predicted and measured GB"))
     pairs = re.findall(r"([\d.]+) and\s+([\d.]+)(?= reserved|;|,\s+\d|$|\s+\(|\.)", line)

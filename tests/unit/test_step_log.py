@@ -1,4 +1,4 @@
-"""The log of a step: storages that autograd adds to in place, and results of operators that are reused."""
+"""The log of steps: storages that autograd adds to in place, results of operators that are reused, and steps after the last."""
 
 import subprocess
 import sys
@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from kohya_ext.dry_run.events import Event, Kind  # noqa: E402
+from kohya_ext.dry_run.request import Request  # noqa: E402
 from kohya_ext.dry_run.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.dry_run.workspaces import buffer_bytes  # noqa: E402
 from tests.fake_tensors import fake_tensors  # noqa: E402
@@ -112,3 +114,23 @@ def test_a_number_that_is_added_to_an_assumed_length_counts() -> None:
 )
 def test_memory_for_partial_sums(shape, stride, dims, expected) -> None:
     assert buffer_bytes(shape, stride, dims) == expected
+
+
+def test_the_reserve_is_that_of_a_run_whose_gaps_between_tensors_have_stopped_growing(tmp_path, monkeypatch) -> None:
+    """Two tensors are replaced in each step, in other places than the step before until the fourth."""
+    pytest.importorskip("accelerate")
+    from kohya_ext.dry_run.gpu_tracker import GpuTracker
+    from kohya_ext.dry_run.steps import Steps
+
+    begun = [(0, 31), (1, 20)]  # (storage, MiB)
+    step = [(2, 31), (0, -31), (3, 30), (3, -30), (4, 12), (5, 20), (6, 20), (5, -20), (4, -12), (1, -20), (7, 24), (7, -24)]
+    tracker = GpuTracker()
+    tracker.events = [Event(storage, size * MIB, BACKWARD) for storage, size in begun + step]
+    tracker.kinds = [Kind.TEMPORARY] * 8
+    steps = Steps(tracker, Request("", "", [], 1, 1, 1, False, 0, *[False] * 7), tmp_path)
+    steps.passes = [(len(begun), 0), (len(begun + step), 0)]
+    steps.work = [tracker.take_work() for _ in steps.passes]
+    monkeypatch.setattr(steps, "_name_kinds", lambda: None)
+    result = steps.result()
+    assert [each["reserved"] // MIB for each in result["passes"]] == [52, 104, 124, 148, 180, 180]
+    assert result["reserved"] == 180 * MIB
