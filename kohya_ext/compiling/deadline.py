@@ -6,7 +6,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -43,8 +43,7 @@ def call_until(seconds: float, error: type[Exception], is_over: Callable[[], Non
             ended.set()
     finally:
         ended.set()  # if the error came just before the other call
-        watcher.join()
-        _send(thread, None)
+        watcher.join()  # where an error that has just been sent arrives
 
 
 def end_compile_workers() -> None:
@@ -62,7 +61,6 @@ def end_compile_workers() -> None:
         kill.cancel()
 
 
-def _send(thread: int, error: type[Exception] | None) -> None:
-    """Let a thread raise an error when it next runs Python; None takes back what it has not raised yet."""
-    raised: Any = ctypes.c_void_p() if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+def _send(thread: int, error: type[Exception]) -> None:
+    """Let a thread raise an error when it next runs Python. (To take it back would let Python 3.11 look for it forever.)"""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
