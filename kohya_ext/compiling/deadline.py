@@ -62,5 +62,5 @@ def end_compile_workers() -> None:
 
 
 def _send(thread: int, error: type[Exception]) -> None:
-    """Let a thread raise an error when it next runs Python. (To take it back would let Python 3.11 look for it forever.)"""
+    """Let a thread raise an error when it next runs Python. It cannot be taken back: Python 3.11 would look for it forever."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
