@@ -306,7 +306,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "--fused_backward_pass, which needs --optimizer_type Adafactor, or --gradient_release"),
     Constraint(_IN_BACKWARD, ("gradient_accumulation_steps",), lambda run: run.accumulation > 1,
                "--{option} and --gradient_accumulation_steps {run.accumulation} cannot be combined: no gradient is kept"),
-    Constraint(_IN_BACKWARD, ("num_processes",), lambda run: run.processes > 1,
+    # No preset's value is held back for it: the processes that are started do not have --num_processes.
+    Constraint(_IN_BACKWARD, (), lambda run: run.processes > 1,
                "--{option} steps before the processes have averaged their gradients, so each would train its own weights; "
                "remove it or use one process"),
     Constraint(_RELEASE, (), lambda run: not run.fine_tunes,

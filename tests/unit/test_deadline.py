@@ -88,7 +88,7 @@ def test_wait_for_a_process_ends(monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(sys.platform == "win32", reason="PyTorch compiles in one process there")
+@pytest.mark.linux("PyTorch compiles in one process on Windows")
 def test_inductor_waits_no_longer_for_its_processes():
     config = pytest.importorskip("torch._inductor.config")
     from torch._inductor.async_compile import AsyncCompile
