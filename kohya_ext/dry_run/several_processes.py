@@ -12,6 +12,7 @@ from typing import Any
 from kohya_ext.config.command_line import LAUNCHED
 
 _store: Any = None  # of the messages of patches
+_without_data: Any = None  # the forms of operators that PyTorch lacks
 
 
 def variables(processes: int, divided: bool = False) -> dict[str, str]:
@@ -42,6 +43,7 @@ def pretend(processes: int) -> None:
 
     from kohya_ext.dry_run.device import creating_on_gpu
 
+    _complete_operators()
     torch.distributed.init_process_group(backend="fake", rank=0, world_size=processes, store=FakeStore())
     global _store
     _store = torch.distributed.TCPStore("127.0.0.1", 0, None, True)
@@ -63,6 +65,30 @@ def pretend(processes: int) -> None:
     parallel.DistributedDataParallel._ddp_init_helper = make_buckets_on_gpu
     # The state of random numbers that the processes share would come back as zeros.
     setattr(importlib.import_module("accelerate.utils.random"), "synchronize_rng_state", _ignore)  # noqa: B010
+
+
+def _complete_operators() -> None:
+    """Give the communication its form for tensors without data, which PyTorch 2.6 lacks."""
+    import torch
+
+    global _without_data
+    _without_data = torch.library.Library("c10d", "IMPL")
+    for operator, result in (("barrier", _done), ("broadcast_", _unchanged), ("allreduce_", _unchanged)):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{operator}", "Meta"):
+            _without_data.impl(operator, result, "Meta")
+
+
+def _unchanged(tensors: list[Any], *_: Any) -> tuple[list[Any], Any]:
+    return tensors, _done()
+
+
+def _done(*_: Any) -> Any:
+    from torch._C._distributed_c10d import _create_work_from_future
+    from torch.futures import Future
+
+    future: Any = Future()
+    future.set_result([])
+    return _create_work_from_future(future).boxed()
 
 
 def bucket_as_future(bucket: Any) -> Any:
