@@ -180,7 +180,7 @@ class Steps:
             allocator.replay(self.tracker.events[first:last])
             passes.append({"allocated": max(allocator.peaks.values()), "reserved": allocator.most_reserved})
             first = last
-            if len(passes) == len(self.passes) and self._grows(passes):
+            if len(passes) == len(self.passes) and not self.request.recorded and grows(passes, self.request.micro_steps):
                 self._repeat()
         phase, reserved = _highest(allocator), allocator.most_reserved
         allocated = allocator.peaks[phase]
@@ -205,11 +205,6 @@ class Steps:
             "host": {} if self.divided is None else self.divided.host,
             "passes": passes,
         }
-
-    def _grows(self, passes: Sequence[Mapping[str, int]]) -> bool:
-        """Return whether the last step has reserved more than all before it, and one more may, too."""
-        before = passes[-1 - self.request.micro_steps]
-        return not self.request.recorded and len(passes) < _MOST_PASSES and passes[-1]["reserved"] > before["reserved"]
 
     def _replay(self, allocator: CachingAllocator) -> None:
         allocator.replay(self.tracker.events)
@@ -236,6 +231,11 @@ class Steps:
 
     def _mark(self, tensors: Iterator[Any], kind: Kind) -> None:
         self.tracker.mark((tensor for tensor in tensors if is_on_gpu(tensor)), kind)
+
+
+def grows(passes: Sequence[Mapping[str, int]], micro_steps: int) -> bool:
+    """Return whether one of the last two steps has reserved more than all before it: a later one may then, too."""
+    return len(passes) < _MOST_PASSES and passes[-1]["reserved"] > passes[-1 - 2 * micro_steps :][0]["reserved"]
 
 
 def _highest(allocator: CachingAllocator) -> str:

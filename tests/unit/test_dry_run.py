@@ -17,6 +17,7 @@ from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
 from kohya_ext.dry_run.events import Event
 from kohya_ext.dry_run.repetition import repeated
 from kohya_ext.dry_run.request import REQUEST
+from kohya_ext.dry_run.steps import grows
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, predict, step_time, whole_runs
 from kohya_ext.estimate.result import Estimate
@@ -83,6 +84,22 @@ def test_a_step_is_repeated_with_its_own_storages_in_place_of_those_of_the_one_b
 
 def test_a_step_that_leaves_other_storages_than_it_frees_is_not_repeated():
     assert repeated([Event(0, 5, "forward"), Event(0, -5, "backward"), Event(1, 6, "forward")], 1, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("reserved", "micro_steps", "expected"),
+    [
+        ([6, 9, 9], 1, True),
+        ([6, 9, 9, 9], 1, False),
+        ([6, 9, 9, 10], 1, True),  # ControlNet of SD 1.5
+        ([6, 9, 9, 10, 10], 1, True),
+        ([6, 9, 9, 10, 10, 10], 1, False),
+        ([6, 6, 9, 9, 9, 9], 2, True),
+        ([6, 6, 9, 9, 9, 9, 9, 9], 2, False),
+    ],
+)
+def test_steps_are_added_until_two_have_reserved_no_more(reserved, micro_steps, expected):
+    assert grows([{"reserved": each} for each in reserved], micro_steps) is expected
 
 
 def test_missing_models_images_and_output_are_replaced_and_the_rest_is_kept(tmp_path):
