@@ -159,7 +159,8 @@ def _savings(run: Attempt) -> list[Changes]:
     savings += [{**whole, **less} for less in less_checkpointing(run, _RATIOS)]
     savings += [whole]
     if run.trains_network and (most := most_swapped(run)):
-        savings += [{**whole, "blocks_to_swap": most // 2}, {**whole, "blocks_to_swap": most}]
+        rest = (*less_checkpointing(run, ()), {})
+        savings += [{**whole, "blocks_to_swap": number, **less} for number in (most // 2, most) for less in rest]
     return savings
 
 
