@@ -169,6 +169,8 @@ RUNS = {
     "flux, accumulation": ("flux_train_network.py", "2", None, "--gradient_accumulation_steps", "2"),
     "flux, int8": ("flux_train_network.py", "2", None, "--base_precision", "int8"),
     "flux, no checkpointing": ("flux_train_network.py", "2", None, "--gradient_checkpointing_ratio", "0"),
+    "flux, attention kept": ("flux_train_network.py", "2", None, "--sdpa", "--keep_attention"),
+    "hunyuan, attention kept": ("hunyuan_image_train_network.py", "2", None, "--sdpa", "--keep_attention"),
     "flux, samples": ("flux_train_network.py", "2", None, "--sample_every_n_steps", "2"),
 }
 
