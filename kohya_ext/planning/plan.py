@@ -333,16 +333,15 @@ class _Search:
     def _reduce(self, start: CommandLine, before: Changes, point: _Point, fixed: Set[str]) -> None:
         """Swap as few blocks as fit, else keep as few states on the host, else recompute as little.
 
-        No other saving can be taken in part, but transformers swap more blocks for the memory to keep their attention: copies
-        run beside the computation, as far as the bus allows.
+        No other saving can be taken in part, but transformers may be faster with more swapped blocks and their attention kept:
+        copies run beside the computation, as far as the bus allows.
         """
         run = attempt(self.checkout, start.with_(point.changes))
         is_checkpointed = run.has("gradient_checkpointing") and "gradient_checkpointing" not in fixed
         if (limit := point.changes.get("blocks_to_swap")) is not None:
             numbers = range(int(str(before.get("blocks_to_swap", 0))) + 1, int(str(limit)) + 1)
-            for kept in (*(less_checkpointing(run, ()) if is_checkpointed else ()), {}):
-                if self._reduce_to(start, point, [{"blocks_to_swap": number, **kept} for number in numbers], fixed):
-                    return
+            for kept in ({}, *(less_checkpointing(run, ()) if is_checkpointed else ())):
+                self._reduce_to(start, point, [{"blocks_to_swap": number, **kept} for number in numbers], fixed)
             return
         if ON_HOST in point.changes and self._reduce_to(
             start, point, [{ON_HOST_RATIO: part / 8} for part in range(1, 8)], fixed
