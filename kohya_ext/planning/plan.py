@@ -41,7 +41,7 @@ from kohya_ext.sdscripts.introspect import option_names
 from kohya_ext.units import SMALLEST_SHARE, gigabytes, label
 
 #: Maximum number of new estimates for one plan.
-MAX_ESTIMATES = 12
+MAX_ESTIMATES = 16
 
 
 class NothingFitsError(UserError):
@@ -340,25 +340,27 @@ class _Search:
         is_checkpointed = run.has("gradient_checkpointing") and "gradient_checkpointing" not in fixed
         if (limit := point.changes.get("blocks_to_swap")) is not None:
             numbers = range(int(str(before.get("blocks_to_swap", 0))) + 1, int(str(limit)) + 1)
-            for kept in ({}, *(less_checkpointing(run, ()) if is_checkpointed else ())):
-                self._reduce_to(start, point, [{"blocks_to_swap": number, **kept} for number in numbers], fixed)
+            swaps: list[Changes] = [{"blocks_to_swap": number} for number in numbers]
+            fewest = self._reduce_to(start, point, swaps, fixed)
+            for kept in less_checkpointing(run, ()) if is_checkpointed else ():
+                self._reduce_to(start, point, [{**swap, **kept} for swap in swaps[fewest:]], fixed)
             return
-        if ON_HOST in point.changes and self._reduce_to(
-            start, point, [{ON_HOST_RATIO: part / 8} for part in range(1, 8)], fixed
-        ):
+        states: list[Changes] = [{ON_HOST_RATIO: part / 8} for part in range(1, 8)]
+        if ON_HOST in point.changes and self._reduce_to(start, point, states, fixed) is not None:
             return
         if is_checkpointed:
             self._reduce_to(start, point, less_checkpointing(run, [part / 8 for part in range(1, 8)]), fixed)
 
-    def _reduce_to(self, start: CommandLine, point: _Point, parts: Sequence[Changes], fixed: Set[str]) -> bool:
-        """Take the first part of a saving that fits; return whether one does."""
+    def _reduce_to(self, start: CommandLine, point: _Point, parts: Sequence[Changes], fixed: Set[str]) -> int | None:
+        """Take the first part of a saving that fits, and return its place; None if none does."""
         free = [{key: value for key, value in part.items() if key in point.changes or key not in fixed} for part in parts]
         points = [replace(point, name=" ".join(_words(part)), changes={**point.changes, **part}) for part in free if part]
 
         def fit(indices: Sequence[int]) -> list[bool]:
             return self._try(start, [points[index] for index in indices])
 
-        return first_that(len(points), fit, estimation.together()) < len(points)
+        place = first_that(len(points), fit, estimation.together())
+        return place if place < len(points) else None
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,9 @@ def test_the_search_adds_savings_and_reduces_the_last_one(checkout, formula_esti
     lines: list[str] = []
     result = search(checkout, ["--network_dim", "77"], 12 * GIB, lines)
     assert f"making up to {planning.MAX_ESTIMATES}" in lines[0]
-    assert [line.partition(":")[0] for line in lines[1:]] == [f"estimate {n} of at most 12" for n in range(1, len(lines))]
+    assert [line.partition(":")[0] for line in lines[1:]] == [
+        f"estimate {n} of at most {planning.MAX_ESTIMATES}" for n in range(1, len(lines))
+    ]
     assert len(lines) - 1 == len(formula_estimates) <= planning.MAX_ESTIMATES
     assert result.answer.command.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; 0.375 needs 1 GB too much
     assert result.answer.estimate.total <= tiers.usable_bytes(12 * GIB)
