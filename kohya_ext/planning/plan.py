@@ -334,7 +334,7 @@ class _Search:
         """Swap as few blocks as fit, else keep as few states on the host, else recompute as little.
 
         No other saving can be taken in part, but transformers may be faster with more swapped blocks and their attention kept:
-        blocks are copied beside the computation, within what the bus can carry.
+        blocks are copied during the computation, within what the bus can carry.
         """
         run = attempt(self.checkout, start.with_(point.changes))
         is_checkpointed = run.has("gradient_checkpointing") and "gradient_checkpointing" not in fixed
