@@ -150,7 +150,7 @@ def stated(sentence: str) -> str:
     return sentence
 
 
-_LLLITE, _CONTROL_NET = "LLLite Anima", "ControlNet SD 1.5"
+_LLLITE = "LLLite Anima"
 
 
 def memory() -> Iterator[str]:
