@@ -36,7 +36,7 @@ from typing import Any
 
 from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError
-from kohya_ext.patching.training_loop import TrainingCallback, current
+from kohya_ext.patching.training_loop import TrainingCallback, begin_without_batches, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import data_order, journal, log_links, run_record
 from kohya_ext.run.atomic_write import final_path
@@ -291,6 +291,7 @@ class Position(TrainingCallback):
         if self._target is not None and self._is_last(self._target):
             self.step, self.args.max_train_steps = self._target["step"], 0  # its loop runs while steps are missing
             note(f"all {self.step} steps are trained; writing the final model")
+            begin_without_batches()
 
     def before_batch(self, accelerator: Accelerator) -> None:
         """Without a data loader, save the random state of the last state, and set the position of a resumed run."""
@@ -310,6 +311,7 @@ class Position(TrainingCallback):
             if self.epoch == target["epoch"] and self._is_last(target):
                 note(f"all {target['step']} steps are trained; writing the final model")
                 self._finish_resume(target, loop)
+                begin_without_batches()
             return
         if target is None or self.epoch > target["epoch"]:
             if target is not None:
