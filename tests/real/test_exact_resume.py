@@ -21,6 +21,7 @@ VARIANTS = (*VARIED, "--cached_caption_variants", "5")
 PRESERVED = ("--output_preservation", "sks=person", "--network_dropout", "0.1")
 SCHEDULE = ("--lr_scheduler", "cosine", "--lr_warmup_steps", "1")
 FUSED = (*SCHEDULE, "--max_grad_norm", "0", "--save_every_n_steps", "2", "--save_state", "--max_train_steps", "4")
+ADAFACTOR = ("--optimizer_type", "Adafactor", "--optimizer_args", "relative_step=False", "scale_parameter=False")
 END_OF_EPOCH, IN_THE_SECOND, AFTER_TWO = "tiny-000001-state", "tiny-step00000011-state", "tiny-step00000002-state"
 
 #: Case -> script, arguments, and the states to resume. An epoch has eight batches.
@@ -66,6 +67,11 @@ CASES = {
     "fused blocks of FLUX": ("flux_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
     "fused blocks of SD 3": ("sd3_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
     "fused blocks of Lumina": ("lumina_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
+    "bf16 weights of FLUX": (
+        "flux_train.py",
+        (*ADAFACTOR, *FUSED, "--mixed_precision", "bf16", "--fused_backward_pass"),
+        (AFTER_TWO,),
+    ),
     "ControlNet of SDXL": (
         "sdxl_train_control_net.py",
         ("--save_every_n_steps", "2", "--save_state"),
