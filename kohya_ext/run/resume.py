@@ -40,7 +40,7 @@ from kohya_ext.patching.training_loop import TrainingCallback, begin_without_bat
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import data_order, journal, log_links, run_record
 from kohya_ext.run.atomic_write import final_path
-from kohya_ext.run.loaded_parts import LoadedParts, network_norms
+from kohya_ext.run.loaded_parts import LoadedParts, network_norms, save_gradients
 from kohya_ext.run.output_files import final_models, states
 from kohya_ext.run.run_record import RunRecord
 from kohya_ext.run.safetensors_header import read_header
@@ -206,6 +206,7 @@ class Position(TrainingCallback):
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
             norms = {"norms": network_norms(self.accelerator), "left": self._has_left_step}
             torch.save({**counters, **accumulated, **processes, **norms}, folder / FILE)
+            save_gradients(self.accelerator, folder)
             if self._fixed is None:
                 self._new_states.append(final_path(folder))
 

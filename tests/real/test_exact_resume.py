@@ -22,6 +22,7 @@ PRESERVED = ("--output_preservation", "sks=person", "--network_dropout", "0.1")
 SCHEDULE = ("--lr_scheduler", "cosine", "--lr_warmup_steps", "1")
 FUSED = (*SCHEDULE, "--max_grad_norm", "0", "--save_every_n_steps", "2", "--save_state", "--max_train_steps", "4")
 ADAFACTOR = ("--optimizer_type", "Adafactor", "--optimizer_args", "relative_step=False", "scale_parameter=False")
+AFTER_TWO_STEPS = ("--save_every_n_steps", "2", "--save_state")
 END_OF_EPOCH, IN_THE_SECOND, AFTER_TWO = "tiny-000001-state", "tiny-step00000011-state", "tiny-step00000002-state"
 
 #: Case -> script, arguments, and the states to resume. An epoch has eight batches.
@@ -67,6 +68,11 @@ CASES = {
     "fused blocks of FLUX": ("flux_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
     "fused blocks of SD 3": ("sd3_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
     "fused blocks of Lumina": ("lumina_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
+    "clipped by gradients that no optimizer clears": (
+        LORA,
+        ("--text_encoder_lr", "0", "--max_grad_norm", "1e-4", "--optimizer_type", "SGDNesterov", *AFTER_TWO_STEPS),
+        (AFTER_TWO,),
+    ),
     "bf16 weights of FLUX": (
         "flux_train.py",
         (*ADAFACTOR, *FUSED, "--mixed_precision", "bf16", "--fused_backward_pass"),

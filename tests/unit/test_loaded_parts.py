@@ -6,7 +6,7 @@ import pytest
 from kohya_ext.patches.exact_resume import _load_control_net, _load_optimizer
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.run.loaded_parts import OPTIMIZER, LoadedParts, network_norms
+from kohya_ext.run.loaded_parts import GRADIENTS_FILE, OPTIMIZER, LoadedParts, network_norms, save_gradients
 
 torch = pytest.importorskip("torch")
 
@@ -110,6 +110,23 @@ def test_a_state_is_loaded_into_the_parameters_of_a_control_net_that_are_trained
     assert torch.equal(trained, state["weight"])
     model.load_state_dict(state, True, True)
     assert model.weight is not trained
+
+
+def test_gradients_that_no_optimizer_clears_are_kept(tmp_path):
+    def accelerator():
+        network = Network()
+        network.up = torch.nn.Linear(2, 3, bias=False)  # with a learning rate of 0
+        return network, accelerator_of(network, torch.optim.SGD(network.down.parameters()))
+
+    (saved, saving), (resumed, resuming) = accelerator(), accelerator()
+    save_gradients(saving, tmp_path)
+    assert not (tmp_path / GRADIENTS_FILE).exists()
+    for weight in saved.parameters():
+        weight.grad = torch.ones_like(weight)
+    save_gradients(saving, tmp_path)
+    LoadedParts.of(resuming, tmp_path, {}, at_position=True).restore(switches=False)
+    assert torch.equal(resumed.up.weight.grad, saved.up.weight.grad)
+    assert resumed.down.weight.grad is None
 
 
 def test_float32_states_of_bf16_weights_are_loaded_as_they_were_saved():
