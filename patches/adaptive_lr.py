@@ -174,11 +174,12 @@ class Adaptive(TrainingCallback):
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
             norms = deque(map(float, values["norms"]), maxlen=_NORMS)
-            numbers = {name: float(values[name]) for name in ("step", "factor", "best", "loss_sum", "loss_count")}
+            numbers = {name: float(values[name]) for name in ("step", "factor", "loss_sum", "loss_count")}
             step = int(numbers["step"])
+            best = None if values["best"] is None else float(values["best"])  # None in the first window
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             stop(f"{file} is damaged; resume from another state, or without --adaptive_lr")
-        for name, value in {**numbers, "step": step, "norms": norms}.items():
+        for name, value in {**numbers, "step": step, "best": best, "norms": norms}.items():
             setattr(self, name, value)
         if self.factor != 1:
             note(f"--adaptive_lr resumed at step {self.step}: learning rate x {self.factor:g}")

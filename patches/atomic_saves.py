@@ -72,15 +72,13 @@ class _Outputs(TrainingCallback):
     folder: Path
     name: str | None
     args: Namespace
-    done: bool
-    """Whether there is nothing to keep, or it was marked."""
+    keeps: bool
     fallback: Path | None = None
 
-    def before_batch(self, accelerator: Accelerator) -> None:
-        """Mark models and rename states on the first batch: before the first save, and after any resume."""
-        if self.done:
+    def before_training(self, accelerator: Accelerator) -> None:
+        """Mark models and rename states: before the first save, and after any resume."""
+        if not self.keeps:
             return
-        self.done = True
         # A resumed run may replace the models of its own epochs and steps.
         resumed = getattr(self.args, "resume", None)
         for model in final_models(self.folder, self.name) if resumed else models(self.folder, self.name):
@@ -97,7 +95,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ou
     if not getattr(args, "output_dir", None):
         return None
     name = getattr(args, "output_name", None)
-    return _Outputs(Path(args.output_dir), name, args, not settings[KEEP_PREVIOUS], settings[FALLBACK_DIR])
+    return _Outputs(Path(args.output_dir), name, args, settings[KEEP_PREVIOUS], settings[FALLBACK_DIR])
 
 
 def _policy(settings: Settings, file: Path) -> WritePolicy:

@@ -24,14 +24,12 @@ _SAVE_STATE, _GATHER = "save the state", "gather the weights"
 
 @dataclass
 class _Saves(leading.Leader):
-    modules: tuple[Any, ...] | None = None
-    """The modules that hold partitioned weights, in the same order in every process; None before the first step."""
+    modules: tuple[Any, ...] = ()
+    """The modules that hold partitioned weights, in the same order in every process; none before the training."""
     hooks: list[Any] = field(default_factory=list)
 
-    def before_batch(self, accelerator: Accelerator) -> None:
-        """Find the partitioned weights before the first step: accelerate prepares the model after the start of the run."""
-        if self.modules is not None:
-            return
+    def before_training(self, accelerator: Accelerator) -> None:
+        """Find the partitioned weights: accelerate prepares the model after the start of the run."""
         modules = (module for model in accelerator._models for module in model.modules())
         self.modules = tuple(module for module in modules if _partitioned(module))
         if accelerator.is_main_process:
@@ -53,7 +51,7 @@ class _Saves(leading.Leader):
 
     def gather(self, number: int) -> None:
         """Take part in gathering the weights of a module."""
-        with _gathered((self.modules or ())[number]):
+        with _gathered(self.modules[number]):
             pass
 
 

@@ -144,7 +144,7 @@ class _Average(TrainingCallback):
     values: dict[str, Any] = field(default_factory=dict)
     """Name -> average, float32; empty before the first update."""
     weights: dict[str, Any] = field(default_factory=dict)
-    """Name -> trained weight; empty before the first step, because accelerate prepares the model after the start."""
+    """Name -> trained weight; empty before the training, because accelerate prepares the model after the start."""
     written: dict[Path, Path] = field(default_factory=dict)
     """Model file or folder -> file or folder of its average, if saved by this process."""
     replaced: list[Replacement] = field(default_factory=list)
@@ -152,9 +152,7 @@ class _Average(TrainingCallback):
     on_host: _HostUpdates | None = None
     """What updates ``values`` on the CPU; None before the first update and with an average on the GPU."""
 
-    def before_batch(self, accelerator: Accelerator) -> None:
-        if self.weights:
-            return
+    def before_training(self, accelerator: Accelerator) -> None:
         models = [accelerator.unwrap_model(model) for model in accelerator._models]
         names = {id(weight): f"{i}.{name}" for i, model in enumerate(models) for name, weight in model.named_parameters()}
         for i, weight in enumerate(trained_weights(accelerator._optimizers)):

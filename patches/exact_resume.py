@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,18 @@ def _with_late_state(kind: str, registered: list[Any], prepared: Any) -> Any:
     return prepared
 
 
+def _load_optimizer(original: Any, settings: Settings) -> Any:
+    """Load states of bf16 weights in the types in which they were saved, such as Adafactor's float32 averages."""
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        from kohya_ext.optimizers.host_states import load_as_saved
+
+        load_as_saved(self.optimizer, partial(original, self), state_dict)
+
+    return load_state_dict
+
+
 def _init_trackers(original: Any, settings: Settings) -> Any:
     """Load the state in LECO's scripts, which have prepared everything and are about to begin their loop."""
 
@@ -221,6 +233,13 @@ PATCH = Patch(
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state, body="runs"),
         Target("accelerate.accelerator", "Accelerator.prepare_optimizer", _prepare_optimizer, takes("self"), body="runs"),
         Target("accelerate.accelerator", "Accelerator.prepare_scheduler", _prepare_scheduler, takes("self"), body="runs"),
+        Target(
+            "accelerate.optimizer",
+            "AcceleratedOptimizer.load_state_dict",
+            _load_optimizer,
+            takes("self", "state_dict"),
+            body="runs",
+        ),
         Target("accelerate.checkpointing", "load_model", _load_model, takes("model"), body="runs"),
         Target("accelerate.utils.other", "clean_state_dict_for_safetensors", _clean, takes("state_dict"), body="runs"),
         Target(

@@ -89,8 +89,14 @@ class TrainingCallback:
     def after_data(self) -> None:
         """Run after the loop has taken a training batch, or when there is none left in this epoch."""
 
+    def before_training(self, accelerator: Accelerator) -> None:
+        """Run once, when models, optimizer and loader are prepared and a state is loaded: before the first micro-batch.
+
+        A resumed run may have no step left. Then it is run before the script writes the final model.
+        """
+
     def before_batch(self, accelerator: Accelerator) -> None:
-        """Run before each micro-batch. At the first one, models, optimizer and loader have been prepared."""
+        """Run before each micro-batch; before the first one directly after ``before_training``."""
 
     def after_batch(self, accelerator: Accelerator) -> None:
         """Run after each micro-batch without an exception, after the optimizer and before the script counts the step.
@@ -189,6 +195,8 @@ class TrainingRun:
     """Losses and gradient norm since the last optimizer step."""
     problem: BaseException | None = None
     """The exception that has ended the run."""
+    has_begun: bool = False
+    """Whether ``before_training`` was called."""
     _observers: dict[int, str] = field(default_factory=dict)
     """id() of a callback that only observes -> name of its patch."""
     _failed: set[str] = field(default_factory=set)
@@ -242,9 +250,18 @@ class TrainingRun:
         """Return the callback of a class; None if its patch has no callback in this run."""
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
+    def before_training(self) -> None:
+        """Call all callbacks, the last stage first, in a run that trains no batch."""
+        self.has_begun = True
+        self._each("before_training", self.accelerator, reverse=True)
+
     def before_batch(self, accelerator: Accelerator) -> None:
         """Call all callbacks, the last stage first."""
-        self._each("before_batch", accelerator, reverse=True)
+        begins, self.has_begun = not self.has_begun, True
+        for callback in tuple(reversed(self.callbacks)):
+            if begins:
+                self.guarded(callback, partial(callback.before_training, accelerator), _nothing)
+            self.guarded(callback, partial(callback.before_batch, accelerator), _nothing)
 
     def after_batch(self, accelerator: Accelerator) -> None:
         """Call all callbacks, the first stage first."""
@@ -508,6 +525,12 @@ def observe(kind: type[C], action: Callable[[C], object]) -> None:
     """Call an action of a callback of a class, if there is one; a failure is handled as in its own methods."""
     if _current is not None and (callback := _current.callback(kind)) is not None:
         _current.guarded(callback, lambda: action(callback), lambda: None)
+
+
+def begin_without_batches() -> None:
+    """Call ``before_training`` of all callbacks, because all steps are trained."""
+    if _current is not None:
+        _current.before_training()
 
 
 def validated(evaluation: Any) -> None:

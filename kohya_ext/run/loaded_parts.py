@@ -1,4 +1,4 @@
-"""Parts of a loaded state that upstream's scripts lose before their first step.
+"""Parts of a run's state that accelerate does not save, or that upstream's scripts lose before their first step.
 
 - With ``--fused_optimizer_groups`` and ``--blockwise_fused_optimizers`` the scripts load a state after they have prepared the
   first optimizer, and prepare the others later. The files of the others are not read.
@@ -6,6 +6,8 @@
   each step and each epoch, which rounds the weights. A resumed run does this for skipped epochs too, but not after the step
   that saved the state.
 - The norms of GGPO (``--network_args ggpo_sigma=...``) are tensors of the network, but neither weights nor buffers.
+- Weights with a learning rate of 0 (``--text_encoder_lr 0``, a zero in ``--block_lr``) are in no optimizer, so nothing clears
+  their gradients. Upstream sums them up over all steps, and clips the others by the norm of all.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
 
 _MODE = "train_mode"
 """The key of a schedule-free optimizer's parameter groups for the version of the weights that the model holds."""
+
+GRADIENTS_FILE = "kohya_ext_gradients.pt"
+"""The file in a state's folder for gradients that no optimizer clears; only if there are any."""
 
 _NORMS = ("weight_norms", "combined_weight_norms", "grad_norms")
 
@@ -95,6 +100,34 @@ class LoadedParts:
         for name, module in _network_modules(self.accelerator):
             for attribute, value in self.norms.get(name, {}).items():
                 setattr(module, attribute, value.to(self.accelerator.device))
+        self._restore_gradients()
+
+    def _restore_gradients(self) -> None:
+        import torch
+
+        file = self.folder / GRADIENTS_FILE
+        gradients = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {}
+        for name, weight in _weights_without_optimizer(self.accelerator):
+            if name in gradients:
+                weight.grad = gradients[name].to(weight.device)
+
+
+def save_gradients(accelerator: Accelerator, folder: Path) -> None:
+    """Save the gradients that no optimizer clears."""
+    import torch
+
+    weights = _weights_without_optimizer(accelerator)
+    gradients = {name: weight.grad.cpu() for name, weight in weights if weight.grad is not None}
+    if gradients:
+        torch.save(gradients, folder / GRADIENTS_FILE)
+
+
+def _weights_without_optimizer(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
+    stepped = {id(weight) for optimizer in accelerator._optimizers for weight in _weights(optimizer)}
+    for index, model in enumerate(accelerator._models):
+        for name, weight in accelerator.unwrap_model(model).named_parameters():
+            if id(weight) not in stepped:
+                yield f"{index}.{name}", weight
 
 
 def network_norms(accelerator: Accelerator) -> dict[str, dict[str, Any]]:

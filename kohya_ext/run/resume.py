@@ -36,11 +36,11 @@ from typing import Any
 
 from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError
-from kohya_ext.patching.training_loop import TrainingCallback, current
+from kohya_ext.patching.training_loop import TrainingCallback, begin_without_batches, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import data_order, journal, log_links, run_record
 from kohya_ext.run.atomic_write import final_path
-from kohya_ext.run.loaded_parts import LoadedParts, network_norms
+from kohya_ext.run.loaded_parts import LoadedParts, network_norms, save_gradients
 from kohya_ext.run.output_files import final_models, states
 from kohya_ext.run.run_record import RunRecord
 from kohya_ext.run.safetensors_header import read_header
@@ -206,6 +206,7 @@ class Position(TrainingCallback):
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
             norms = {"norms": network_norms(self.accelerator), "left": self._has_left_step}
             torch.save({**counters, **accumulated, **processes, **norms}, folder / FILE)
+            save_gradients(self.accelerator, folder)
             if self._fixed is None:
                 self._new_states.append(final_path(folder))
 
@@ -291,6 +292,7 @@ class Position(TrainingCallback):
         if self._target is not None and self._is_last(self._target):
             self.step, self.args.max_train_steps = self._target["step"], 0  # its loop runs while steps are missing
             note(f"all {self.step} steps are trained; writing the final model")
+            begin_without_batches()
 
     def before_batch(self, accelerator: Accelerator) -> None:
         """Without a data loader, save the random state of the last state, and set the position of a resumed run."""
@@ -310,6 +312,7 @@ class Position(TrainingCallback):
             if self.epoch == target["epoch"] and self._is_last(target):
                 note(f"all {target['step']} steps are trained; writing the final model")
                 self._finish_resume(target, loop)
+                begin_without_batches()
             return
         if target is None or self.epoch > target["epoch"]:
             if target is not None:

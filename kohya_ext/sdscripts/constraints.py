@@ -175,6 +175,21 @@ class Run:
         return self.family is not None and self.script in self.family.finetune
 
     @property
+    def has_relative_steps(self) -> bool:
+        """Whether Adafactor sets its own rates, as by default, which replaces the schedule of ``lr_scheduler``."""
+        given = self.key_values("optimizer_args")
+        relative = given.get("relative_step") != "False" or given.get("warmup_init") == "True"
+        return self.uses_adafactor and relative and not self.has("lr_scheduler_type") and not is_schedule_free(self.values)
+
+    @property
+    def lacks_huber_schedule(self) -> bool:
+        """Whether the schedule of a Huber loss, by default that of signal-to-noise ratios, is for U-Nets only."""
+        is_huber = self.values.get("loss_type") in ("huber", "smooth_l1")
+        is_snr = self.values.get("huber_schedule", "snr") == "snr"
+        schedules = self.family is not None and not self.family.unet and (self.trains_network or self.fine_tunes)
+        return is_huber and is_snr and schedules
+
+    @property
     def scheduler(self) -> str:
         """The schedule that upstream uses."""
         return str(self.values.get("lr_scheduler_type") or self.values.get("lr_scheduler"))
@@ -183,17 +198,16 @@ class Run:
     def refuses_warmup(self) -> bool:
         """Whether warmup steps are an error with the schedule."""
         fixed = self.has("lr_scheduler_type") or self.scheduler == "constant" or self.scheduler.startswith("adafactor")
-        return fixed and not is_schedule_free(self.values)
+        return fixed and not self.has_relative_steps and not is_schedule_free(self.values)
 
     @property
     def network(self) -> str:
         """The module of the network that is trained."""
         return str(self.values.get("network_module") or "")
 
-    @property
-    def network_args(self) -> dict[str, str]:
-        """The values of --network_args."""
-        given = self.values.get("network_args")
+    def key_values(self, name: str) -> dict[str, str]:
+        """Return the values of an option that takes ``key=value``."""
+        given = self.values.get(name)
         words = given if isinstance(given, (list, tuple)) else [given] if given else []
         return {name: value for name, _, value in (str(word).partition("=") for word in words)}
 
@@ -321,6 +335,9 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "all weights; use AdamW, AdamW8bit or Adafactor"),
     Constraint(_OFFLOADED[:1], (), lambda run: run.has("gradient_checkpointing") and not run.offloads,
                "--{option} fails with a TypeError in {run.script}; remove it"),
+    Constraint(_WARMUP, (*_OPTIMIZER, "optimizer_args"), lambda run: run.has_relative_steps,
+               "--{option} is an error with Adafactor's relative steps, which replace the schedule; remove it, or add "
+               "--optimizer_args relative_step=False"),
     Constraint(_WARMUP, _SCHEDULE, lambda run: run.refuses_warmup and run.scheduler == "constant",
                f"{_NO_WARMUP} or use constant_with_warmup"),
     Constraint(_WARMUP, _SCHEDULE, lambda run: run.refuses_warmup and run.scheduler != "constant", _NO_WARMUP),
@@ -351,7 +368,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "--{option} {run.network} fails in {run.script}, because it supports SDXL and Anima only; use "
                "lycoris.kohya with --network_args algo=loha or algo=lokr"),
     Constraint(("network_args",), ("network_module",),
-               lambda run: run.network == "networks.lora_flux" and run.network_args.get("split_qkv") == "True",
+               lambda run: run.network == "networks.lora_flux" and run.key_values("network_args").get("split_qkv") == "True",
                "--{option} split_qkv=True ends {run.network} with a ValueError; remove it"),
     Constraint((), (), lambda run: run.script == "train_db.py" and run.stops_text_encoder,
                "--stop_text_encoder_training ends train_db.py with a TypeError at that step; remove it, or use -1, which "
@@ -361,5 +378,10 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "sdxl_train_control_net_lllite.py"),
     Constraint((), (), lambda run: run.scheduler.startswith("adafactor") and not run.uses_adafactor,
                "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
+    Constraint((), (), lambda run: run.scheduler == "adafactor" and run.uses_adafactor and not run.has_relative_steps,
+               "--lr_scheduler adafactor ends with an IndexError with --optimizer_args relative_step=False; remove either"),
+    Constraint(("loss_type",), ("huber_schedule",), lambda run: run.lacks_huber_schedule,
+               "{run.script} fails at its first step with a Huber --{option} and --huber_schedule snr, which is for U-Nets; "
+               "add --huber_schedule constant"),
 )
 # fmt: on

@@ -1,5 +1,7 @@
 """A resume from each state of a run gives the file of the undisturbed run, bit for bit."""
 
+import os
+
 import pytest
 
 from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_nothing_failed, read, same
@@ -19,6 +21,8 @@ VARIANTS = (*VARIED, "--cached_caption_variants", "5")
 PRESERVED = ("--output_preservation", "sks=person", "--network_dropout", "0.1")
 SCHEDULE = ("--lr_scheduler", "cosine", "--lr_warmup_steps", "1")
 FUSED = (*SCHEDULE, "--max_grad_norm", "0", "--save_every_n_steps", "2", "--save_state", "--max_train_steps", "4")
+ADAFACTOR = ("--optimizer_type", "Adafactor", "--optimizer_args", "relative_step=False", "scale_parameter=False")
+AFTER_TWO_STEPS = ("--save_every_n_steps", "2", "--save_state")
 END_OF_EPOCH, IN_THE_SECOND, AFTER_TWO = "tiny-000001-state", "tiny-step00000011-state", "tiny-step00000002-state"
 
 #: Case -> script, arguments, and the states to resume. An epoch has eight batches.
@@ -64,6 +68,16 @@ CASES = {
     "fused blocks of FLUX": ("flux_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
     "fused blocks of SD 3": ("sd3_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
     "fused blocks of Lumina": ("lumina_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
+    "clipped by gradients that no optimizer clears": (
+        LORA,
+        ("--text_encoder_lr", "0", "--max_grad_norm", "1e-4", "--optimizer_type", "SGDNesterov", *AFTER_TWO_STEPS),
+        (AFTER_TWO,),
+    ),
+    "bf16 weights of FLUX": (
+        "flux_train.py",
+        (*ADAFACTOR, *FUSED, "--mixed_precision", "bf16", "--fused_backward_pass"),
+        (AFTER_TWO,),
+    ),
     "ControlNet of SDXL": (
         "sdxl_train_control_net.py",
         ("--save_every_n_steps", "2", "--save_state"),
@@ -94,24 +108,30 @@ def test_resume_equals_the_undisturbed_run(checkout, train, case):
 
 @pytest.mark.parametrize("scripts", SCRIPTS)
 def test_resume_at_the_last_step_writes_the_final_model_once(checkout, train, scripts, tmp_path):
-    """As after a kill between the last state and the final model. The output name has a folder."""
+    """As after a kill between the last state and the final model, of which an earlier run left another. The output name has a
+    folder.
+    """
     folder, prompts = tmp_path / "cats", tmp_path / "prompts.txt"
     folder.mkdir()
     prompts.write_text("a cat --w 64 --h 64 --s 1 --d 1")
-    options = (*TIMED, "--max_train_steps", "3", "--output_name", "cats/tiny", "--sample_prompts", str(prompts))
+    options = (*TIMED, "--max_train_steps", "3", "--output_name", "cats/tiny", "--sample_prompts", str(prompts), "--ema")
     options += ("--sample_at_first", "--sample_every_n_steps", "99", "--resume", "auto")
     first = train(checkout, scripts[checkout.layout], *options, output=tmp_path)
     assert first.code == 0, first.output[-4000:]
     assert "written to" in first.output
     assert_nothing_failed(first)
-    model, samples = folder / "tiny.safetensors", len(list(tmp_path.rglob("*.png")))
-    expected = read(model)
-    model.unlink()
+    model, average, samples = folder / "tiny.safetensors", folder / "tiny-ema.safetensors", len(list(tmp_path.rglob("*.png")))
+    expected, expected_average = read(model), read(average)
+    assert not same(expected, expected_average)
+    average.replace(model)
+    os.utime(model, (0, 0))
 
     resumed = train(checkout, scripts[checkout.layout], *options, output=tmp_path)
     assert resumed.code == 0, resumed.output[-4000:]
     assert "all 3 steps are trained; writing the final model" in resumed.output
     assert same(read(model), expected)
+    assert same(read(average), expected_average)
+    assert same(read(folder / "tiny.previous.safetensors"), expected_average), "the earlier run's model is lost"
     assert len(list(tmp_path.rglob("*.png"))) == samples
 
     written = model.stat().st_mtime_ns

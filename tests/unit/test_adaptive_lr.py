@@ -73,16 +73,17 @@ def test_gradient_that_the_script_has_clipped_is_scaled_to_the_usual_norm(contro
     assert float(weight.grad.norm()) == pytest.approx(1.0)
 
 
-def test_state_is_restored(controller, tmp_path):
+@pytest.mark.parametrize("best", [0.3, None], ids=["later", "in the first window"])
+def test_state_is_restored(controller, tmp_path, best):
     controller.add_loss(torch.tensor(0.1))
-    controller.step, controller.factor, controller.best = 7, 0.25, 0.3
+    controller.step, controller.factor, controller.best = 7, 0.25, best
     controller.norms.extend([0.1, 0.2])
     controller.on_state_save(tmp_path)
     resumed = Adaptive(controller.accelerator, patience=2)
     resumed.on_state_load(tmp_path)
     resumed.add_loss(torch.tensor(0.2))
     controller.add_loss(torch.tensor(0.2))
-    assert (resumed.step, resumed.factor, resumed.best, resumed.norms) == (7, 0.25, 0.3, controller.norms)
+    assert (resumed.step, resumed.factor, resumed.best, resumed.norms) == (7, 0.25, best, controller.norms)
     assert torch.equal(resumed.loss_sum, controller.loss_sum)
 
 

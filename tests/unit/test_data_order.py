@@ -56,7 +56,7 @@ class Collate:
 def train(folder, workers, state=None):
     """Train for three epochs, with a state after each step and epoch; return step -> batch."""
     args = SimpleNamespace(gradient_accumulation_steps=1, max_train_steps=99, resume=state)
-    accelerator = SimpleNamespace(is_main_process=True, num_processes=1, process_index=0, _models=[], log=None)
+    accelerator = SimpleNamespace(is_main_process=True, num_processes=1, process_index=0, _models=[], _optimizers=[], log=None)
     running, collate = resume.Position(args, accelerator), Collate(Captions())
     options = {"shuffle": True, "collate_fn": collate, "num_workers": workers, "persistent_workers": workers > 0}
     loader = loaders.DataLoaderShard(collate.dataset, **options)

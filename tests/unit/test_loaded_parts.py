@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-from kohya_ext.patches.exact_resume import _load_control_net
+from kohya_ext.patches.exact_resume import _load_control_net, _load_optimizer
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.run.loaded_parts import OPTIMIZER, LoadedParts, network_norms
+from kohya_ext.run.loaded_parts import GRADIENTS_FILE, OPTIMIZER, LoadedParts, network_norms, save_gradients
 
 torch = pytest.importorskip("torch")
 
@@ -110,3 +110,32 @@ def test_a_state_is_loaded_into_the_parameters_of_a_control_net_that_are_trained
     assert torch.equal(trained, state["weight"])
     model.load_state_dict(state, True, True)
     assert model.weight is not trained
+
+
+def test_gradients_that_no_optimizer_clears_are_kept(tmp_path):
+    def accelerator():
+        network = Network()
+        network.up = torch.nn.Linear(2, 3, bias=False)  # with a learning rate of 0
+        return network, accelerator_of(network, torch.optim.SGD(network.down.parameters()))
+
+    (saved, saving), (resumed, resuming) = accelerator(), accelerator()
+    save_gradients(saving, tmp_path)
+    assert not (tmp_path / GRADIENTS_FILE).exists()
+    for weight in saved.parameters():
+        weight.grad = torch.ones_like(weight)
+    save_gradients(saving, tmp_path)
+    LoadedParts.of(resuming, tmp_path, {}, at_position=True).restore(switches=False)
+    assert torch.equal(resumed.up.weight.grad, saved.up.weight.grad)
+    assert resumed.down.weight.grad is None
+
+
+def test_float32_states_of_bf16_weights_are_loaded_as_they_were_saved():
+    def optimizer():
+        weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        return torch.optim.SGD([weight], lr=0.1), weight
+
+    (saved, weight), (loaded, other) = optimizer(), optimizer()
+    saved.state[weight] = {"average": torch.full((2,), 1 + 2**-20)}
+    load = _load_optimizer(lambda accelerated, state: accelerated.optimizer.load_state_dict(state), Settings())
+    load(SimpleNamespace(optimizer=loaded), saved.state_dict())
+    assert torch.equal(loaded.state[other]["average"], saved.state[weight]["average"])

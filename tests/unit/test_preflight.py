@@ -561,6 +561,17 @@ def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
         ("sdxl_train.py", {"cache_latents": True, "random_crop": True}, "--random_crop"),
         ("sdxl_train.py", {"full_bf16": True, "mixed_precision": "no"}, "--mixed_precision bf16"),
         ("sdxl_train.py", {"lr_scheduler": "constant", "lr_warmup_steps": 10}, "constant_with_warmup"),
+        (
+            "sdxl_train.py",
+            {"lr_scheduler": "cosine", "lr_warmup_steps": 10, "optimizer_type": "Adafactor"},
+            "--lr_warmup_steps is an error with Adafactor's relative steps",
+        ),
+        (
+            "sdxl_train.py",
+            {"lr_scheduler": "adafactor", "optimizer_type": "Adafactor", "optimizer_args": ["relative_step=False"]},
+            "ends with an IndexError",
+        ),
+        ("flux_train.py", {"loss_type": "huber"}, "add --huber_schedule constant"),
         ("sdxl_train.py", {"lr_scheduler": "cosin"}, "Did you mean cosine?"),
         ("sdxl_train.py", {"optimizer_args": ["weight_decay"]}, "name=value"),
         ("sdxl_train.py", {"v2": True, "pretrained_model_name_or_path": "x"}, "--v2"),
@@ -590,6 +601,18 @@ def test_options_that_contradict_are_an_error(script, args, expected):
     [
         ("flux_train.py", {"blocks_to_swap": 5, "blockwise_fused_optimizers": True}),
         ("flux_train.py", {"blocks_to_swap": 0}),
+        ("flux_train.py", {"loss_type": "huber", "huber_schedule": "constant"}),
+        ("sdxl_train.py", {"loss_type": "huber"}),
+        ("sdxl_train.py", {"lr_scheduler": "adafactor", "optimizer_type": "Adafactor"}),
+        (
+            "sdxl_train.py",
+            {
+                "lr_scheduler": "cosine",
+                "lr_warmup_steps": 10,
+                "optimizer_type": "Adafactor",
+                "optimizer_args": ["relative_step=False"],
+            },
+        ),
         ("flux_train_control_net.py", {"blocks_to_swap": 5}),
         ("lumina_train.py", {"blocks_to_swap": 5}),
         ("train_db.py", {"stop_text_encoder_training": -1, "max_train_steps": 10}),

@@ -72,7 +72,7 @@ def held_back(script, *argv):
         (LORA, "speed", "--max_data_loader_n_workers 2", set()),
         (FINE_TUNE, "12gb", "--optimizer_type AdamW8bit", {"optimizer_args", "max_grad_norm", "fused_backward_pass"}),
         (FINE_TUNE, "12gb", "--optimizer_type adafactor", set()),
-        (FINE_TUNE, "12gb", "--optimizer_type adafactor --optimizer_args clip_threshold=1.0", set()),
+        (FINE_TUNE, "12gb", "--optimizer_type adafactor --optimizer_args clip_threshold=1.0", {"lr_warmup_steps"}),
         (FINE_TUNE, "12gb", "--optimizer_args a=1", {"optimizer_type", "max_grad_norm", "fused_backward_pass"}),
         (FINE_TUNE, "12gb", "--learning_rate 5e-6", set()),
         (FINE_TUNE, "12gb", "--gradient_accumulation_steps 4", {"fused_backward_pass"}),

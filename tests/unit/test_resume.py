@@ -86,7 +86,9 @@ def torch():
 
 def position(accumulated=1, processes=1, index=0, **more):
     args = SimpleNamespace(gradient_accumulation_steps=accumulated, max_train_steps=9)
-    accelerator = SimpleNamespace(is_main_process=index == 0, num_processes=processes, process_index=index, _models=[])
+    accelerator = SimpleNamespace(
+        is_main_process=index == 0, num_processes=processes, process_index=index, _models=[], _optimizers=[]
+    )
     return resume.Position(args, accelerator, **more)
 
 

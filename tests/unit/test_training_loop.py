@@ -92,6 +92,9 @@ class Recorder(TrainingCallback):
     def __init__(self, stage, events):
         self.stage, self.events = stage, events
 
+    def before_training(self, accelerator):
+        self.events.append(("begin", self.stage))
+
     def before_batch(self, accelerator):
         self.events.append(("before", self.stage))
 
@@ -122,8 +125,15 @@ def test_the_order_depends_on_stages_and_not_on_names(library, tmp_path, seed):
     finally:
         patcher.undo()
     inwards, outwards = list(reversed(Stage)), list(Stage)
-    batch = [*(("before", stage) for stage in inwards), *(("after", stage) for stage in outwards)]
-    assert events == [*(("start", stage) for stage in outwards), *batch * 8, *(("end", stage) for stage in inwards)]
+    after = [("after", stage) for stage in outwards]
+    first = [*((event, stage) for stage in inwards for event in ("begin", "before")), *after]
+    batch = [*(("before", stage) for stage in inwards), *after]
+    assert events == [
+        *(("start", stage) for stage in outwards),
+        *first,
+        *batch * 7,
+        *(("end", stage) for stage in inwards),
+    ]
 
 
 #: Enables all callbacks that need neither a GPU nor a compiler.
