@@ -345,12 +345,13 @@ def test_an_interrupt_ends_the_dry_runs_that_run_and_begins_no_other(monkeypatch
     assert waiting[-1].cancelled()
 
 
-def test_an_interrupted_command_has_no_traceback(monkeypatch, capsys):
-    def interrupted(_):
+@pytest.mark.parametrize("interrupted", ["kohya_ext.commands.doctor.run", "kohya_ext.commands.run.main"])
+def test_an_interrupted_command_or_script_has_no_traceback(monkeypatch, capsys, interrupted):
+    def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kohya_ext.commands.doctor.run", interrupted)
-    assert main(["doctor"]) == 130
+    monkeypatch.setattr(interrupted, interrupt)
+    assert main(["doctor" if "doctor" in interrupted else "sdxl_train.py"]) == 130
     assert capsys.readouterr().err == "kohya_ext: interrupted\n"
 
 
