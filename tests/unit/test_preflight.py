@@ -305,6 +305,27 @@ def test_transparent_images_and_other_colour_spaces_are_warnings(tmp_path, optio
     assert not any("alpha" in line for line in check(data.check, **args).warnings), "opaque alpha channels change nothing"
 
 
+@pytest.mark.parametrize("options_", [{}, {"cache_latents_to_disk": True}])
+def test_turned_and_deep_images_are_warnings(tmp_path, options_):
+    folder = tmp_path / "1_cat"
+    folder.mkdir()
+    for name, orientation in (("upright.jpg", 1), ("side.jpg", 6), ("side.png", 8), ("mirrored.webp", 2)):
+        exif = image.Exif()
+        exif[0x0112] = orientation
+        image.new("RGB", (64, 64), "red").save(folder / name, exif=exif)
+    image.new("RGB", (64, 64), "red").save(folder / "damaged.jpg", exif=b"Exif\0\0MM\0*\xff")
+    image.new("I;16", (64, 64), 9).save(folder / "deep.png")
+    for file in [*folder.iterdir()]:
+        file.with_suffix(".txt").write_text("a cat")
+    args = {**ARGS, "train_data_dir": str(tmp_path), **options_}
+    for _ in range(2):  # the second time from the index, if the run caches latents
+        turned, deep = [line for line in check(data.check, **args).warnings if "same name" not in line]
+        assert turned.startswith("3 of 6 images in")
+        assert "(mirrored.webp)" in turned
+        assert deep.startswith("1 of 6 images in")
+        assert "(deep.png)" in deep
+
+
 def test_masks_use_transparent_images(tmp_path):
     write_colours(tmp_path / "1_cat")
     args = {**ARGS, "train_data_dir": str(tmp_path), "alpha_mask": True}
@@ -426,6 +447,16 @@ def test_bucket_limits_that_upstream_rejects_are_an_error(tmp_path):
     assert error.endswith("use --min_bucket_reso 64")
     (error,) = check(data.check, **{**args, "resolution": "1536"}).errors
     assert error.endswith("use --max_bucket_reso 3072")
+
+
+def test_images_of_which_no_pixel_is_left_are_an_error(tmp_path):
+    write_images(tmp_path / "1_cat", (96, 64), (2000, 40))
+    args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "512", "enable_bucket": True}
+    assert not check(data.check, **args).errors
+    (error,) = check(data.check, **args, bucket_no_upscale=True).errors
+    assert "1 of 2 images in" in error
+    assert "(of 2000x40 pixels)" in error
+    assert not check(data.check, **args, bucket_no_upscale=True, bucket_reso_steps=8).errors
 
 
 def test_images_limited_by_max_bucket_reso_are_counted(tmp_path):
