@@ -274,6 +274,34 @@ def test_checked_images_of_a_cached_dataset_are_not_opened_again(tmp_path, monke
     assert [image.name in error or "empty captions" in error for error in errors] == [True, True]
 
 
+def test_images_are_those_that_sd_scripts_takes_for_images(tmp_path):
+    """It chooses by the name, and glob leaves out hidden files, such as those that macOS adds on other file systems."""
+    folder = write_images(tmp_path / "1_cat")
+    (folder / "._0.png").write_bytes(b"metadata")
+    args = {**ARGS, "train_data_dir": str(tmp_path)}
+    assert not check(data.check, **args).errors
+    (folder / "folder.png").mkdir()
+    (error,) = check(data.check, **args).errors
+    assert "folder.png is a folder" in error
+
+
+@pytest.mark.linux("links need rights on Windows")
+def test_links_that_lead_to_no_image_are_errors(tmp_path):
+    folder = write_images(tmp_path / "1_cat")
+    (folder / "lost.png").symlink_to(folder / "nothing.png")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    loop, lost = check(data.check, **ARGS, train_data_dir=str(tmp_path)).errors
+    assert "loop.png is a folder or a link" in loop
+    assert "lost.png is a folder or a link" in lost
+
+
+def test_an_image_that_pillow_refuses_is_an_error(tmp_path, monkeypatch):
+    folder = write_images(tmp_path / "1_cat", (64, 64))
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 2000)
+    (error,) = check(data.check, **ARGS, train_data_dir=str(tmp_path)).errors
+    assert error == f"{folder / '0.png'} has more than 4,000 pixels, which Pillow refuses to read; shrink it"
+
+
 def write_colours(folder):
     """Write images with transparent areas, with an opaque alpha channel, in Display P3, and in sRGB."""
     folder.mkdir()
