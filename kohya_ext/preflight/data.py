@@ -94,6 +94,8 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         counts = _check_captions(subset, files, findings, index)
         if (message := captions.cut_message(subset.folder, counts, script, args)) is not None:
             findings.warnings.append(message)
+        if (problem := caches.unwritable(subset.folder, files, subset.options)) is not None:
+            findings.errors.append(problem)
         if caches.are_read(subset.options, settings):
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
     if any(sizes.values()) and not findings.errors:

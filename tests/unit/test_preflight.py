@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import os
+import shutil
 import struct
 import sys
 import zipfile
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +34,16 @@ def check(run, script="sdxl_train_network.py", settings=None, **args):
     more = {"settings": settings or Settings()} if run in (output.check, models.check, data.check) else {}
     run(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
     return findings
+
+
+@pytest.fixture
+def denied(monkeypatch):
+    """Deny the creation of files, as Windows does in some folders."""
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    return lambda: monkeypatch.setattr(os, "open", refuse)
 
 
 def write_safetensors(file, names, missing_bytes=0):
@@ -497,6 +510,20 @@ def test_images_limited_by_max_bucket_reso_are_counted(tmp_path):
     assert not check(data.check, **args, bucket_no_upscale=True).warnings
 
 
+def test_caches_that_cannot_be_written_are_an_error(tmp_path, denied):
+    folder = write_images(tmp_path / "1_cat")
+    args = {**ARGS, "train_data_dir": str(tmp_path), "settings": Settings(caching_workers=0)}
+    assert not check(data.check, **args, cache_latents_to_disk=True).errors
+    denied()
+    assert not check(data.check, **args).errors
+    (error,) = check(data.check, **args, cache_latents_to_disk=True).errors
+    assert error.startswith(f"--cache_latents_to_disk: {folder} cannot be written to: Permission denied")
+    with zipfile.ZipFile(folder / "0_0064x0064_sdxl.npz", "w"):
+        assert check(data.check, **args, cache_latents_to_disk=True).errors
+    shutil.copy(folder / "0_0064x0064_sdxl.npz", folder / "1_0064x0064_sdxl.npz")
+    assert not check(data.check, **args, cache_latents_to_disk=True).errors, "nothing is left to write"
+
+
 def test_damaged_caches_are_errors_when_the_run_reads_caches(tmp_path):
     folder = write_images(tmp_path / "1_cat")
     numpy = pytest.importorskip("numpy")
@@ -593,7 +620,7 @@ def test_state_with_a_missing_file_is_an_error(tmp_path, name):
 def test_paths_that_are_too_long_for_windows_are_an_error(tmp_path, monkeypatch, allowed):
     monkeypatch.setattr(output, "_allows_long_paths", lambda: allowed)
     assert not check(output.check, output_dir=str(tmp_path / "short"), output_name="cat").errors
-    folder = tmp_path / ("a long name " * 10) / ("and another " * 10)
+    folder = tmp_path / ("a long name " * 10).strip()
     errors = check(output.check, output_dir=str(folder), output_name="cat").errors
     assert [error for error in errors if "is too long: a run writes paths of up to" in error] == errors
     assert folder.exists() == allowed != bool(errors)
@@ -604,6 +631,29 @@ def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
     (error,) = check(output.check, output_dir=str(tmp_path / "file" / "out")).errors
     assert "cannot be written to" in error
     assert check(output.check, output_dir=None).errors
+
+
+def test_output_folder_that_denies_files_is_an_error(tmp_path, denied):
+    denied()  # with tempfile, Windows would try other names for hours
+    (error,) = check(output.check, output_dir=str(tmp_path)).errors
+    assert error == f"--output_dir {tmp_path} cannot be written to: Permission denied"
+
+
+def test_output_folder_with_a_space_at_its_end_works_or_is_an_error(tmp_path):
+    folder = tmp_path / "out "
+    errors = check(output.check, output_dir=str(folder)).errors
+    assert [error for error in errors if error.endswith("; 'out ' ends with a space")] == errors
+    if not errors:
+        (folder / "model").touch()
+
+
+@pytest.mark.parametrize("name", ["nul", "CON.v2", "com1"])
+def test_names_of_devices_are_errors_on_windows(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(output, "os", SimpleNamespace(name="nt"))
+    assert "the name of a device" in output.name_problem(tmp_path, name)
+    assert output.name_problem(tmp_path, f"a{name}") is None
+    monkeypatch.setattr(output, "os", SimpleNamespace(name="posix"))
+    assert output.name_problem(tmp_path, name) is None
 
 
 @pytest.mark.parametrize(
