@@ -44,10 +44,16 @@ def _choose(words: list[str]) -> Callable[[], int]:
 
     def call() -> int:
         from kohya_ext.config.quiet_parser import QuietParser
+        from kohya_ext.errors import UserError
 
         parser = QuietParser(prog=f"python -m kohya_ext {first}", description=command.__doc__)
         command.configure(parser)
-        return int(command.run(parser.parse_args(others, argparse.Namespace(words=others))))
+        try:
+            return int(command.run(parser.parse_args(others, argparse.Namespace(words=others))))
+        except OSError as problem:  # a folder without rights or a full disk, where the command has no better message
+            if problem.filename is None:
+                raise
+            raise UserError(f"{problem.filename}: {problem.strerror or problem}") from None
 
     return call
 

@@ -355,6 +355,15 @@ def test_an_interrupted_command_or_script_has_no_traceback(monkeypatch, capsys, 
     assert capsys.readouterr().err == "kohya_ext: interrupted\n"
 
 
+def test_a_command_whose_file_cannot_be_written_has_no_traceback(monkeypatch, capsys):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied", "/there/preset.json")
+
+    monkeypatch.setattr("kohya_ext.commands.presets.run", refuse)
+    assert main(["presets", "list"]) == 2
+    assert capsys.readouterr().err == "kohya_ext: error: /there/preset.json: Permission denied\n"
+
+
 def test_a_process_ends_with_its_parent_and_deletes_its_files(tmp_path):
     """However the parent ends, its end of the pipe is closed."""
     folder = tmp_path / "run"
