@@ -44,6 +44,9 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         findings.errors.append("no output folder: --output_dir is required")
         return
     folder, name = Path(args.output_dir), getattr(args, "output_name", None)
+    if name == "":  # of a GUI's empty field; upstream only replaces a missing name
+        findings.errors.append("--output_name is empty, so the model's file would be .safetensors; give a name, or remove it")
+        return
     if name and (problem := name_problem(folder, name)) is not None:
         findings.errors.append(f"--output_name {_abbreviated(name)} {problem}")
         return

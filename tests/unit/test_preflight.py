@@ -647,6 +647,11 @@ def test_output_folder_with_a_space_at_its_end_works_or_is_an_error(tmp_path):
         (folder / "model").touch()
 
 
+def test_an_empty_output_name_is_an_error(tmp_path):
+    (error,) = check(output.check, output_dir=str(tmp_path), output_name="").errors
+    assert error.startswith("--output_name is empty")
+
+
 @pytest.mark.parametrize("name", ["nul", "CON.v2", "com1"])
 def test_names_of_devices_are_errors_on_windows(tmp_path, monkeypatch, name):
     monkeypatch.setattr(output, "os", SimpleNamespace(name="nt"))
