@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command or a script; return the exit code. A script's SystemExit and exceptions pass through untouched."""
+    """Run a command or a script; return the exit code. A script's SystemExit and errors pass through untouched."""
     try:
         from kohya_ext.console import error, replace_unencodable
         from kohya_ext.errors import UserError
@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(wrong).split("\n"):
             error(line)
         return UserError.exit_code
+    except KeyboardInterrupt:  # in a script: before it handles signals itself, while it imports and reads captions
+        print("kohya_ext: interrupted", file=sys.stderr)
+        return 130  # 128 + SIGINT, as of a shell
 
 
 def _choose(words: list[str]) -> Callable[[], int]:
@@ -41,14 +44,16 @@ def _choose(words: list[str]) -> Callable[[], int]:
 
     def call() -> int:
         from kohya_ext.config.quiet_parser import QuietParser
+        from kohya_ext.errors import UserError
 
         parser = QuietParser(prog=f"python -m kohya_ext {first}", description=command.__doc__)
         command.configure(parser)
         try:
             return int(command.run(parser.parse_args(others, argparse.Namespace(words=others))))
-        except KeyboardInterrupt:
-            print("kohya_ext: interrupted", file=sys.stderr)
-            return 130  # 128 + SIGINT, as of a shell
+        except OSError as problem:  # a folder without rights or a full disk, where the command has no better message
+            if problem.filename is None:
+                raise
+            raise UserError(f"{problem.filename}: {problem.strerror or problem}") from None
 
     return call
 

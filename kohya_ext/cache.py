@@ -46,12 +46,17 @@ def size(path: Path) -> int:
 def remove() -> None:
     """Remove the extension's folders, then the cache's folder if nothing else is in it. Raises OSError."""
     for path, _ in list(parts()):
-        for entry in _entries(path):
-            if not entry.is_symlink() and not entry.stat().st_mode & stat.S_IWRITE:  # git's objects; Windows keeps such files
-                entry.chmod(stat.S_IREAD | stat.S_IWRITE)
-        shutil.rmtree(path)
+        remove_tree(path)
     if folder().is_dir() and not any(folder().iterdir()):
         folder().rmdir()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, also with files that Windows keeps because they are read-only, such as git's objects. Raises OSError."""
+    for entry in _entries(path):
+        if not entry.is_symlink() and not entry.stat().st_mode & stat.S_IWRITE:
+            entry.chmod(stat.S_IREAD | stat.S_IWRITE)
+    shutil.rmtree(path)
 
 
 def _entries(path: Path) -> Iterator[Path]:

@@ -83,7 +83,7 @@ class _Samples(TrainingCallback):
             warn("--sample_multipliers has no effect: the network's multiplier cannot be set")
             return
         if (stopper := stop_request.stopper()) is not None:
-            stopper.left_out = "the remaining samples"
+            stopper.left_out = "the remaining samples"  # until the last one: nothing may end what follows
         note(f"sampling with the multipliers {', '.join(map(_text, self.multipliers))}")
         for optimizer in self.accelerator._optimizers:
             if callable(evaluate := getattr(optimizer.optimizer, "eval", None)):  # Schedule-Free: the averaged weights
@@ -92,6 +92,8 @@ class _Samples(TrainingCallback):
         for multiplier in self.multipliers:
             network.set_multiplier(multiplier)
             self._make(multiplier)
+        if stopper is not None:
+            stopper.left_out = ""
 
     def _make(self, multiplier: float) -> None:
         """Call the trainer's method with its last arguments, as if a sample was due."""

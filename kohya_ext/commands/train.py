@@ -26,7 +26,7 @@ from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, machine, step_time
 from kohya_ext.estimate.result import Estimate
-from kohya_ext.launch.accelerate_signals import pass_signals_on
+from kohya_ext.launch.accelerate_signals import wait
 from kohya_ext.output import Console
 from kohya_ext.planning import automatic, from_folder
 from kohya_ext.planning.from_folder import FolderRun
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if own.get("choices"):
         return _sweep(runs, own.get("name") or arguments.folder.resolve().name)
-    code = runs[0].train()
+    code, _ = runs[0].train()
     if code == 0:
         _report(runs[0].journal)
         _judge(runs[0].journal, own["model"])
@@ -129,16 +129,13 @@ class _Run:
         steps = self.planned.command.values.get("max_train_steps")
         return None if steps is None else int(steps)
 
-    def train(self) -> int:
-        """Train in another process; return the exit code, 128 and the signal's number after a signal."""
+    def train(self) -> tuple[int, int | None]:
+        """Train in another process; return the exit code and the number of the signal that asked to stop, if one did."""
         if self.planned.dataset is not None:
             _write(*self.planned.dataset)
         if self.planned.prompts is not None and not self.planned.prompts[0].exists():  # the user may have edited it
             _write(*self.planned.prompts)
-        process = subprocess.Popen([sys.executable, *self.words])
-        with pass_signals_on(process):
-            code = process.wait()
-        return code if code >= 0 else 128 - code
+        return wait(subprocess.Popen([sys.executable, *self.words]))
 
 
 def _run(folder: Path, own: dict[str, Any], words: list[str], trial: Trial, checkout: Checkout) -> _Run:
@@ -161,6 +158,7 @@ def _run(folder: Path, own: dict[str, Any], words: list[str], trial: Trial, chec
 def _sweep(runs: Sequence[_Run], name: str) -> int:
     """Train the runs that have not finished, one after another, and compare them; return the first exit code that is not 0."""
     codes = []
+    stop: int | None = None
     for number, run in enumerate(runs, 1):
         label = f"run {number} of {len(runs)}, {run.trial.name}"
         if sweep.is_finished(run.journal, run.steps):
@@ -169,9 +167,13 @@ def _sweep(runs: Sequence[_Run], name: str) -> int:
                 options = ", ".join(f"--{name}" for name in changes)
                 warn(f"{label} had other values of {options} and is not trained again; use another --name")
             continue
-        note(label)
-        codes.append(run.train())
-        if codes[-1] in STOPPED:
+        if stop is None:
+            note(label)
+            code, stop = run.train()
+        else:  # it came while the run before was ending, which then finished
+            code = 128 + stop
+        codes.append(code)
+        if code in STOPPED:
             note("the sweep has stopped; the same command continues it")
             break
     rows = [sweep.Row(run.trial.name, sweep.newest_run(run.journal)) for run in runs]

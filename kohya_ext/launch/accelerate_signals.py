@@ -77,7 +77,7 @@ def _plain(original: Any, settings: Settings) -> Any:
 
 def _exit_code(code: int) -> int:
     """Return the exit code that a shell reports for ``code``; a negative code is a signal number."""
-    return code if code > 0 else 128 - code
+    return code if code >= 0 else 128 - code
 
 
 def _gentle(original: Any, settings: Settings) -> Any:
@@ -124,18 +124,31 @@ def _signal_name(code: int) -> str:
 
 
 @contextmanager
-def pass_signals_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forward SIGTERM and Ctrl-C to a process as SIGTERM while this process waits for it."""
+def pass_signals_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Forward SIGTERM and Ctrl-C to a process as SIGTERM while this process waits for it. Yield those that have come."""
+    came: list[int] = []
 
     def send(number: int, frame: FrameType | None) -> None:
+        came.append(number)
         _ask_to_stop(process)
 
     before = {number: signal.signal(number, send) for number in _STOPS}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def wait(process: subprocess.Popen[bytes]) -> tuple[int, int | None]:
+    """Wait for a process and pass signals on to it. Return its exit code, as of a shell, and the first signal, if one came.
+
+    A process that had no handler yet was ended by the signal that was passed on, and not by the one that came.
+    """
+    with pass_signals_on(process) as came:
+        code = process.wait()
+    stop = next(iter(came), None)
+    return (128 + stop if stop is not None and code < 0 else _exit_code(code)), stop
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

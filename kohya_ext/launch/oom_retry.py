@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kohya_ext.config.command_line import CommandLine, option_words, quoted
 from kohya_ext.console import note
-from kohya_ext.launch.accelerate_signals import pass_signals_on
+from kohya_ext.launch.accelerate_signals import wait
 from kohya_ext.run import retry_request
 from kohya_ext.run.retry_request import RetryRequest
 
@@ -54,7 +54,6 @@ def _run(words: Sequence[str]) -> tuple[int, RetryRequest | None]:
     with tempfile.TemporaryDirectory(prefix="kohya_ext-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "out_of_memory.json"
         process = subprocess.Popen([sys.executable, *words], env={**os.environ, retry_request.VARIABLE: str(file)})
-        with pass_signals_on(process):
-            code = process.wait()
-        request = retry_request.read(file)
-    return (code if code >= 0 else 128 - code), request
+        code, stop = wait(process)
+        request = retry_request.read(file) if stop is None else None  # the user has stopped the run
+    return code, request

@@ -18,7 +18,7 @@ from kohya_ext.config.command_line import LAUNCHED, option_words, without_secret
 from kohya_ext.config.settings import MASTER_SWITCH, Settings, secrets
 from kohya_ext.errors import UserError
 from kohya_ext.installed_gpus import visible_gpus
-from kohya_ext.launch.accelerate_signals import pass_signals_on
+from kohya_ext.launch.accelerate_signals import wait
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import has_gpu
@@ -78,8 +78,7 @@ def launch(settings: Settings, checkout: Checkout, script: Path, arguments: Sequ
     if os.name == "posix":
         os.execve(sys.executable, command, environ)  # the same process, so signals and the exit code need no forwarding
     process = subprocess.Popen(command, env=environ)
-    with pass_signals_on(process):
-        return process.wait()
+    return wait(process)[0]
 
 
 def _secrets_in_variables(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
+import os
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.preflight import abbreviated
+from kohya_ext.preflight.output import try_to_write
 
 #: Options of upstream's caching, which ends with an error for a damaged file; ours creates the file again.
 _CREATED = ("cache_latents_to_disk", "cache_text_encoder_outputs_to_disk")
@@ -25,6 +28,22 @@ def are_read(options: Mapping[str, Any], settings: Settings) -> bool:
 def are_written(options: Mapping[str, Any], settings: Settings) -> bool:
     """Return whether a run with these options writes cache files, and an index, to the folders of its images."""
     return any(options.get(name) for name in _CREATED) and settings["caching_workers"] != 0
+
+
+def unwritable(folder: Path, images: Sequence[Path], options: Mapping[str, Any]) -> str | None:
+    """Return a message if a run writes caches to a folder where it may not, and some image has none yet."""
+    if not any(options.get(name) for name in _CREATED):
+        return None
+    try:
+        try_to_write(folder)
+    except OSError as error:
+        present = sorted(name for name in os.listdir(folder) if name.endswith((".npz", ".safetensors")))
+        after = [bisect.bisect(present, image.stem) for image in images]
+        if all(at < len(present) and present[at].startswith(image.stem) for at, image in zip(after, images, strict=True)):
+            return None
+        wanted = " and ".join(f"--{name}" for name in _CREATED if options.get(name))
+        return f"{wanted}: {folder} cannot be written to: {error.strerror or error}; allow it, or copy the images elsewhere"
+    return None
 
 
 def problems(folder: Path, stems: Collection[str]) -> Iterator[str]:

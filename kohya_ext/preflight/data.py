@@ -28,9 +28,9 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
 _SMALL_AREA = 0.25
 
 
-#: Checks in the index of a folder: an image's is followed by its size, alpha channel and colour space, a caption's by the
-#: numbers of its tokens. Increase the numbers when a check changes.
-_IMAGE, _CAPTION = "image2:", "caption2:"
+#: Checks in the index of a folder: an image's is followed by its size and traits, a caption's by the numbers of its tokens.
+#: Increase the numbers when a check changes.
+_IMAGE, _CAPTION = "image3:", "caption2:"
 
 
 class CheckedImage(NamedTuple):
@@ -39,9 +39,8 @@ class CheckedImage(NamedTuple):
     problem: str | None
     size: tuple[int, int] | None = None
     """Width and height in pixels."""
-    has_alpha: bool = False
-    profile: str = ""
-    """The colour space, if it is not sRGB."""
+    traits: tuple[str, ...] = ()
+    """What sd-scripts ignores; see `colours`."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,8 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         counts = _check_captions(subset, files, findings, index)
         if (message := captions.cut_message(subset.folder, counts, script, args)) is not None:
             findings.warnings.append(message)
+        if (problem := caches.unwritable(subset.folder, files, subset.options)) is not None:
+            findings.errors.append(problem)
         if caches.are_read(subset.options, settings):
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
     if any(sizes.values()) and not findings.errors:
@@ -262,9 +263,11 @@ def _has_images(folder: Path) -> bool:
 
 
 def images_of(folder: Path) -> list[Path]:
-    """Return the images of a folder in the order of their names. Takes a third of the time of ``Path.iterdir`` and a sort."""
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if _suffix(entry.name) in IMAGE_SUFFIXES and entry.is_file()]
+    """Return the images of a folder in the order of their names, as sd-scripts chooses them: by the name alone, not hidden.
+
+    Takes a third of the time of ``Path.iterdir`` and a sort.
+    """
+    names = [name for name in os.listdir(folder) if _suffix(name) in IMAGE_SUFFIXES and not name.startswith(".")]
     return [folder / name for name in sorted(names)]
 
 
@@ -295,15 +298,14 @@ def _check_images(
         findings.warnings.append(
             f"{small} of {len(files)} images in {subset.folder} have less than a quarter of the pixels of {resolution}"
         )
-    duplicates = [stem for stem, count in Counter(file.stem for file in files).items() if count > 1]
+    stems = Counter(os.path.normcase(file.stem) for file in files)
+    duplicates = [stem for stem, count in stems.items() if count > 1]
     if duplicates:
         findings.warnings.append(
             f"{subset.folder}: images with the same name share their caption and cache: {abbreviated(duplicates)}"
         )
-    with_alpha = [file for file, image in zip(files, results, strict=True) if image.has_alpha]
-    profiles = [image.profile for image in results if image.profile]
-    masks = bool(subset.options.get("alpha_mask"))
-    findings.warnings.extend(colours.messages(subset.folder, with_alpha, profiles, len(files), masks))
+    traits = {file: image.traits for file, image in zip(files, results, strict=True)}
+    findings.warnings.extend(colours.messages(subset.folder, traits, masks=bool(subset.options.get("alpha_mask"))))
     return [image.size for image in results]
 
 
@@ -311,16 +313,16 @@ def _index_line(image: CheckedImage) -> str | None:
     """Return the entry of a sound image in the index of its folder."""
     if image.problem is not None or image.size is None:
         return None
-    return f"{_IMAGE}{image.size[0]}x{image.size[1]}:{int(image.has_alpha)}:{image.profile}"
+    return f"{_IMAGE}{image.size[0]}x{image.size[1]}:{','.join(image.traits)}"
 
 
 def _known(file: Path, index: FileIndex | None) -> CheckedImage | None:
     """Return the properties of an image that has passed the check; None if the index does not have it."""
     for check in index.passed(str(file)) if index is not None else ():
         if check.startswith(_IMAGE):
-            size, alpha, profile = check.removeprefix(_IMAGE).split(":")
+            size, _, traits = check.removeprefix(_IMAGE).partition(":")
             width, _, height = size.partition("x")
-            return CheckedImage(None, (int(width), int(height)), alpha == "1", profile)
+            return CheckedImage(None, (int(width), int(height)), tuple(filter(None, traits.split(","))))
     return None
 
 
@@ -336,6 +338,13 @@ def _check_sizes(subset: Subset, sizes: list[tuple[int, int] | None], findings: 
     known = [size for size in sizes if size is not None]
     width, height = options.resolution
     if options.enabled:
+        vanishing = [size for size in known if 0 in options.bucket(size)]
+        if vanishing:
+            findings.errors.append(
+                f"{len(vanishing)} of {len(sizes)} images in {subset.folder} (of {'x'.join(map(str, vanishing[0]))} pixels) "
+                f"are narrower than --bucket_reso_steps {options.step}, and with --bucket_no_upscale nothing is left of them; "
+                "remove them, or leave out --bucket_no_upscale"
+            )
         reduced = [size for size in known if options.is_reduced(size)]
         if reduced:
             findings.warnings.append(
@@ -364,6 +373,10 @@ def check_image(file: Path) -> CheckedImage:
     """
     from PIL import Image, UnidentifiedImageError
 
+    if not file.is_file():
+        return CheckedImage(
+            "is a folder or a link to a missing file, and sd-scripts takes it for an image; rename or remove it"
+        )
     if file.suffix.lower() in (".avif", ".jxl"):
         return CheckedImage(None if file.stat().st_size else "is empty (0 bytes)")
     try:
@@ -372,13 +385,15 @@ def check_image(file: Path) -> CheckedImage:
         with Image.open(file) as image:
             if not _has_valid_end(file, image.format):
                 image.load()
-            return CheckedImage(None, image.size, colours.has_alpha(image), colours.profile_of(image))
+            return CheckedImage(None, image.size, colours.traits_of(image))
     except UnidentifiedImageError:
         return CheckedImage("is not a readable image")
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         return CheckedImage(f"is damaged: {error}")
     except Image.DecompressionBombError:
-        return CheckedImage(None)
+        return CheckedImage(
+            f"has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels, which Pillow refuses to read; shrink it"
+        )
 
 
 def _has_valid_end(file: Path, kind: str | None) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -14,6 +13,7 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings, given, sizes
 from kohya_ext.preflight.sizes import Size
+from kohya_ext.renames import unlink
 from kohya_ext.run import output_lock
 from kohya_ext.run.atomic_write import previous
 from kohya_ext.run.output_files import DEFAULT_NAME, final_models
@@ -24,7 +24,10 @@ _MAX_NAME = 255
 #: Longest suffix that a run appends to its output name.
 _LONGEST_SUFFIX = "-step00000000-ema.safetensors.partial"
 
-_INVALID_ON_WINDOWS = '<>:"|?*'
+_INVALID_ON_WINDOWS = '<>:"|?*' + "".join(map(chr, range(32)))
+
+#: Devices of Windows, whatever follows a dot: a model of the name "nul" would be written to nowhere.
+_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
 
 #: Longest path of Windows, unless long paths are enabled.
 _MAX_PATH = 259
@@ -41,6 +44,9 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         findings.errors.append("no output folder: --output_dir is required")
         return
     folder, name = Path(args.output_dir), getattr(args, "output_name", None)
+    if name == "":  # of a GUI's empty field; upstream only replaces a missing name
+        findings.errors.append("--output_name is empty, so the model's file would be .safetensors; give a name, or remove it")
+        return
     if name and (problem := name_problem(folder, name)) is not None:
         findings.errors.append(f"--output_name {_abbreviated(name)} {problem}")
         return
@@ -51,10 +57,11 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         folder.mkdir(parents=True, exist_ok=True)
         if name and any(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")):
             (folder / "sample" / name).parent.mkdir(parents=True, exist_ok=True)  # upstream does not create folders in a name
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        try_to_write(folder)
     except OSError as error:
-        findings.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
+        # Windows creates such a folder without the space, and does not find it with the space.
+        hint = next((f"; {part!r} ends with a space" for part in folder.parts if part != part.rstrip()), "")
+        findings.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}{hint}")
         return
     if (problem := _logging_problem(args)) is not None:
         findings.errors.append(problem)
@@ -67,6 +74,16 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     size = sizes.predict(script, args)
     if size is not None:
         _check_free_space(args, folder, size, findings, settings)
+
+
+def try_to_write(folder: Path) -> None:
+    """Create a file in a folder and remove it. Raises OSError.
+
+    Not with tempfile: where Windows denies it, Python before 3.13 tries other names for hours (python/cpython#66305).
+    """
+    file = folder / f".kohya_ext.{os.getpid()}.tmp"
+    os.close(os.open(file, os.O_CREAT | os.O_WRONLY))
+    unlink(file)
 
 
 def _logging_problem(args: Namespace) -> str | None:
@@ -86,6 +103,8 @@ def name_problem(folder: Path, name: str) -> str | None:
     invalid = "".join(character for character in _INVALID_ON_WINDOWS if character in last) if os.name == "nt" else ""
     if invalid:
         return f"contains {invalid}, which Windows does not allow in file names; use another name"
+    if os.name == "nt" and last.partition(".")[0].rstrip().lower() in _DEVICES:
+        return "is the name of a device in Windows, not of a file; use another name"
     longest = _MAX_NAME - len(_LONGEST_SUFFIX)
     if len(last.encode()) > longest:
         return f"is too long for a file name; use at most {longest} bytes"

@@ -7,6 +7,7 @@ arguments are changed to "save now, with the state". So names, formats and metad
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -75,7 +76,9 @@ class Stopper(TrainingCallback):
     stepping: bool = False
     """Whether the first step has begun. Before that there is nothing to save."""
     left_out: str = ""
-    """What a signal leaves out when all steps are trained and saved; empty before."""
+    """What a signal leaves out now, because all steps are trained and saved; empty if there is nothing."""
+    saved: bool = False
+    """Whether all steps are trained and the last model is saved."""
     states: list[Path] = field(default_factory=list)
     """The states that were saved in this process, in order."""
     states_before: int = 0
@@ -122,6 +125,9 @@ class Stopper(TrainingCallback):
         if self.left_out:
             note_at_once(f"{name}: the model is saved; leaving out {self.left_out}")
             raise SystemExit(0)
+        if self.saved:
+            note_at_once(f"{name}: everything is saved, and the run is ending")
+            return
         if not self.stepping:
             note_at_once(f"{name}: stopping before the first step; nothing to save")
             # Record it too, because a bare ``except:`` in upstream (around git, for example) can swallow SystemExit.
@@ -129,12 +135,17 @@ class Stopper(TrainingCallback):
             raise SystemExit(code)
         if not self.reason:
             again = f". {keys} again stops immediately" if keys is not None else ""
-            note_at_once(f"{name}: finishing this step, then saving the model and the state{again}")
+            task = "saving the last model" if self._is_trained() else "finishing this step, then saving the model and the state"
+            note_at_once(f"{name}: {task}{again}")
         self.request(name, code)
+
+    def _is_trained(self) -> bool:
+        current = resume.position()
+        return current is not None and current.step >= getattr(self.args, "max_train_steps", math.inf)
 
     def on_closing(self, event: str) -> None:
         """Save in this thread before Windows ends the process, in :data:`console_events.SECONDS`."""
-        if not self.stepping or self.left_out:
+        if not self.stepping or self.saved:
             return
         seconds = console_events.SECONDS
         until = time.monotonic() + seconds
@@ -196,6 +207,10 @@ class Stopper(TrainingCallback):
                 f"closing the console window ends the run within {seconds:.0f} seconds, too few to save its state of "
                 f"{size / 1e9:.1f} GB; use --save_state_every_n_minutes 10"
             )
+
+    def after_training(self) -> None:
+        """Stop nothing any more."""
+        self.saved = True
 
     def on_state_save(self, folder: Path) -> None:
         """Record the path of a saved state."""

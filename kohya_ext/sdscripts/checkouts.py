@@ -6,10 +6,10 @@ any of it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -368,7 +368,7 @@ def fetch_report(repo: str, ref: str) -> Fetched:
         raise UserError(f"could not fetch {name} of {repo}: {problem}")
     cache_folder().mkdir(parents=True, exist_ok=True)
     partial = cache_folder() / f".fetching-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     try:
         try:
             with progress(f"fetching {name} of {repo}"):
@@ -380,14 +380,34 @@ def fetch_report(repo: str, ref: str) -> Fetched:
         if fetched is None:
             raise UserError(f"{ref} of {repo} is not sd-scripts (library/train_util.py or train_network.py is missing)")
         final = cache_folder() / f"{'v' + fetched.version if fetched.version else 'unversioned'}-{commit[:8]}"
-        shutil.rmtree(final, ignore_errors=True)
-        rename(partial, final)
+        _replace(partial, final)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
     Registry.read().with_entry(Entry(str(final.resolve()), cloned=True)).write()
     checkout = describe(final, "the user cache")
     assert checkout is not None, "described above"
     return Fetched(checkout, missing)
+
+
+def _replace(new: Path, old: Path) -> None:
+    """Put a checkout in place of an earlier one, which stays whole if that fails. Raises UserError while a run is in it."""
+    aside = old.with_name(f".replaced-{os.getpid()}")
+    _remove(aside)
+    try:
+        if old.exists():
+            rename(old, aside)
+        rename(new, old)
+    except OSError as error:
+        if aside.exists() and not old.exists():
+            rename(aside, old)
+        raise UserError(f"{old} cannot be replaced: {error.strerror or error}; end the runs that use it") from None
+    _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a temporary folder, or leave it to `setup --clean`."""
+    with contextlib.suppress(OSError):
+        cache.remove_tree(folder)
 
 
 def _source_problem(repo: str) -> str | None:

@@ -247,6 +247,48 @@ def test_fetching_again_restores_changed_files(cache, repository):
     assert len(checkouts.registered()) == 1
 
 
+@pytest.fixture
+def clone(cache, monkeypatch):
+    """Fetch a tree with a read-only file, which git's objects are and Windows does not remove."""
+
+    def write(repo, ref, folder):
+        (make_tree(folder) / ".git").mkdir()
+        (folder / ".git" / "object").touch()
+        (folder / ".git" / "object").chmod(0o444)
+        return "0123456789"
+
+    monkeypatch.setattr(checkouts, "_clone", write)
+    monkeypatch.setattr(checkouts, "_check_out", lambda folder, commit: ())
+    return lambda: checkouts.fetch("https://host/x", "v1")
+
+
+def test_fetching_again_replaces_read_only_files(cache, clone):
+    first = clone()
+    (first.path / "train_network.py").unlink()
+    assert clone().path == first.path
+    assert (first.path / "train_network.py").is_file()
+    assert [folder.name for folder in cache.iterdir() if folder.is_dir()] == [first.path.name]
+
+
+def test_a_checkout_that_cannot_be_replaced_stays_whole(cache, clone, monkeypatch):
+    """Windows renames no folder that a run is in."""
+    first = clone()
+    (first.path / "mine.txt").touch()
+    rename = checkouts.rename
+
+    def refuse_new(source, target):
+        if source.name.startswith(".fetching"):
+            raise PermissionError(13, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr(checkouts, "rename", refuse_new)
+    with pytest.raises(UserError, match="cannot be replaced: Permission denied; end the runs that use it"):
+        clone()
+    assert (first.path / "mine.txt").is_file()
+    assert checkouts.describe(first.path, "") is not None
+    assert [folder.name for folder in cache.iterdir() if folder.is_dir()] == [first.path.name]
+
+
 @needs_git
 def test_a_partial_repository_is_cloned_and_missing_files_are_reported(cache, repository):
     (repository / "big.dll").write_text("many bytes")

@@ -362,13 +362,23 @@ def test_an_interrupt_ends_the_dry_runs_that_run_and_begins_no_other(monkeypatch
     assert waiting[-1].cancelled()
 
 
-def test_an_interrupted_command_has_no_traceback(monkeypatch, capsys):
-    def interrupted(_):
+@pytest.mark.parametrize("interrupted", ["kohya_ext.commands.doctor.run", "kohya_ext.commands.run.main"])
+def test_an_interrupted_command_or_script_has_no_traceback(monkeypatch, capsys, interrupted):
+    def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kohya_ext.commands.doctor.run", interrupted)
-    assert main(["doctor"]) == 130
+    monkeypatch.setattr(interrupted, interrupt)
+    assert main(["doctor" if "doctor" in interrupted else "sdxl_train.py"]) == 130
     assert capsys.readouterr().err == "kohya_ext: interrupted\n"
+
+
+def test_a_command_whose_file_cannot_be_written_has_no_traceback(monkeypatch, capsys):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied", "/there/preset.json")
+
+    monkeypatch.setattr("kohya_ext.commands.presets.run", refuse)
+    assert main(["presets", "list"]) == 2
+    assert capsys.readouterr().err == "kohya_ext: error: /there/preset.json: Permission denied\n"
 
 
 def test_a_process_ends_with_its_parent_and_deletes_its_files(tmp_path):

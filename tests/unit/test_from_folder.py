@@ -216,8 +216,8 @@ class Terminal:
         return f"{self.answer}\n"
 
 
-def start(checkout, tmp_path, model, monkeypatch, answer, *words):
-    """Run the command; return its exit code and the started processes."""
+def start(checkout, tmp_path, model, monkeypatch, answer, *words, during=lambda: -15):
+    """Run the command; return its exit code and the started processes. ``during``: their training; returns the exit code."""
     started = []
 
     class Process:
@@ -225,7 +225,10 @@ def start(checkout, tmp_path, model, monkeypatch, answer, *words):
             started.append(command)
 
         def wait(self):
-            return -15
+            return during()
+
+        def terminate(self):
+            """Ignore the signal."""
 
     monkeypatch.setattr(train.subprocess, "Popen", Process)
     monkeypatch.setattr(train, "find_or_fetch", lambda folder, script: checkout)

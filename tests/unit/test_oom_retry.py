@@ -79,6 +79,15 @@ def test_signals_are_forwarded_and_awaited():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_run_that_was_stopped_is_not_restarted(monkeypatch):
+    """It may run out of memory in the step that it finishes."""
+    monkeypatch.setattr(oom_retry.subprocess, "Popen", lambda words, env: None)
+    monkeypatch.setattr(oom_retry.retry_request, "read", lambda file: outcome(full_bf16=True))
+    for stop, request in ((None, outcome(full_bf16=True)), (signal.SIGTERM, None)):
+        monkeypatch.setattr(oom_retry, "wait", lambda process, stop=stop: (1, stop))
+        assert oom_retry._run([SCRIPT]) == (1, request)
+
+
 @pytest.fixture
 def command_words(monkeypatch, tmp_path):
     """Make these words the command line of this process, in a new folder."""
@@ -146,3 +155,13 @@ def test_ctrl_c_does_not_terminate_the_process_on_windows(monkeypatch, has_sigte
     with pass_signals_on(process):
         signal.raise_signal(signal.SIGINT)
     assert process.terminated == times
+
+
+@pytest.mark.parametrize(("code", "reported"), [(0, 0), (3, 3), (-signal.SIGTERM, 130), (-signal.SIGINT, 130)])
+def test_the_exit_code_names_the_signal_that_came_and_not_the_one_passed_on(code, reported):
+    class Ends(Process):
+        def wait(self):
+            signal.raise_signal(signal.SIGINT)
+            return code
+
+    assert accelerate_signals.wait(Ends()) == (reported, signal.SIGINT)

@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import os
+import shutil
 import struct
 import sys
 import zipfile
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +34,16 @@ def check(run, script="sdxl_train_network.py", settings=None, **args):
     more = {"settings": settings or Settings()} if run in (output.check, models.check, data.check) else {}
     run(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
     return findings
+
+
+@pytest.fixture
+def denied(monkeypatch):
+    """Deny the creation of files, as Windows does in some folders."""
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    return lambda: monkeypatch.setattr(os, "open", refuse)
 
 
 def write_safetensors(file, names, missing_bytes=0):
@@ -274,6 +287,34 @@ def test_checked_images_of_a_cached_dataset_are_not_opened_again(tmp_path, monke
     assert [image.name in error or "empty captions" in error for error in errors] == [True, True]
 
 
+def test_images_are_those_that_sd_scripts_takes_for_images(tmp_path):
+    """It chooses by the name, and glob leaves out hidden files, such as those that macOS adds on other file systems."""
+    folder = write_images(tmp_path / "1_cat")
+    (folder / "._0.png").write_bytes(b"metadata")
+    args = {**ARGS, "train_data_dir": str(tmp_path)}
+    assert not check(data.check, **args).errors
+    (folder / "folder.png").mkdir()
+    (error,) = check(data.check, **args).errors
+    assert "folder.png is a folder" in error
+
+
+@pytest.mark.linux("links need rights on Windows")
+def test_links_that_lead_to_no_image_are_errors(tmp_path):
+    folder = write_images(tmp_path / "1_cat")
+    (folder / "lost.png").symlink_to(folder / "nothing.png")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    loop, lost = check(data.check, **ARGS, train_data_dir=str(tmp_path)).errors
+    assert "loop.png is a folder or a link" in loop
+    assert "lost.png is a folder or a link" in lost
+
+
+def test_an_image_that_pillow_refuses_is_an_error(tmp_path, monkeypatch):
+    folder = write_images(tmp_path / "1_cat", (64, 64))
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 2000)
+    (error,) = check(data.check, **ARGS, train_data_dir=str(tmp_path)).errors
+    assert error == f"{folder / '0.png'} has more than 4,000 pixels, which Pillow refuses to read; shrink it"
+
+
 def write_colours(folder):
     """Write images with transparent areas, with an opaque alpha channel, in Display P3, and in sRGB."""
     folder.mkdir()
@@ -303,6 +344,27 @@ def test_transparent_images_and_other_colour_spaces_are_warnings(tmp_path, optio
         assert "(2 Display P3)" in profiles
     (tmp_path / "1_cat" / "clear.png").unlink()
     assert not any("alpha" in line for line in check(data.check, **args).warnings), "opaque alpha channels change nothing"
+
+
+@pytest.mark.parametrize("options_", [{}, {"cache_latents_to_disk": True}])
+def test_turned_and_deep_images_are_warnings(tmp_path, options_):
+    folder = tmp_path / "1_cat"
+    folder.mkdir()
+    for name, orientation in (("upright.jpg", 1), ("side.jpg", 6), ("side.png", 8), ("mirrored.webp", 2)):
+        exif = image.Exif()
+        exif[0x0112] = orientation
+        image.new("RGB", (64, 64), "red").save(folder / name, exif=exif)
+    image.new("RGB", (64, 64), "red").save(folder / "damaged.jpg", exif=b"Exif\0\0MM\0*\xff")
+    image.new("I;16", (64, 64), 9).save(folder / "deep.png")
+    for file in [*folder.iterdir()]:
+        file.with_suffix(".txt").write_text("a cat")
+    args = {**ARGS, "train_data_dir": str(tmp_path), **options_}
+    for _ in range(2):  # the second time from the index, if the run caches latents
+        turned, deep = [line for line in check(data.check, **args).warnings if "same name" not in line]
+        assert turned.startswith("3 of 6 images in")
+        assert "(mirrored.webp)" in turned
+        assert deep.startswith("1 of 6 images in")
+        assert "(deep.png)" in deep
 
 
 def test_masks_use_transparent_images(tmp_path):
@@ -428,6 +490,16 @@ def test_bucket_limits_that_upstream_rejects_are_an_error(tmp_path):
     assert error.endswith("use --max_bucket_reso 3072")
 
 
+def test_images_of_which_no_pixel_is_left_are_an_error(tmp_path):
+    write_images(tmp_path / "1_cat", (96, 64), (2000, 40))
+    args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "512", "enable_bucket": True}
+    assert not check(data.check, **args).errors
+    (error,) = check(data.check, **args, bucket_no_upscale=True).errors
+    assert "1 of 2 images in" in error
+    assert "(of 2000x40 pixels)" in error
+    assert not check(data.check, **args, bucket_no_upscale=True, bucket_reso_steps=8).errors
+
+
 def test_images_limited_by_max_bucket_reso_are_counted(tmp_path):
     write_images(tmp_path / "1_cat", (832, 1216), (1024, 1024))
     args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "1024", "enable_bucket": True}
@@ -436,6 +508,20 @@ def test_images_limited_by_max_bucket_reso_are_counted(tmp_path):
     assert warning.endswith("use --max_bucket_reso 2048")
     assert not check(data.check, **args, max_bucket_reso=2048).warnings
     assert not check(data.check, **args, bucket_no_upscale=True).warnings
+
+
+def test_caches_that_cannot_be_written_are_an_error(tmp_path, denied):
+    folder = write_images(tmp_path / "1_cat")
+    args = {**ARGS, "train_data_dir": str(tmp_path), "settings": Settings(caching_workers=0)}
+    assert not check(data.check, **args, cache_latents_to_disk=True).errors
+    denied()
+    assert not check(data.check, **args).errors
+    (error,) = check(data.check, **args, cache_latents_to_disk=True).errors
+    assert error.startswith(f"--cache_latents_to_disk: {folder} cannot be written to: Permission denied")
+    with zipfile.ZipFile(folder / "0_0064x0064_sdxl.npz", "w"):
+        assert check(data.check, **args, cache_latents_to_disk=True).errors
+    shutil.copy(folder / "0_0064x0064_sdxl.npz", folder / "1_0064x0064_sdxl.npz")
+    assert not check(data.check, **args, cache_latents_to_disk=True).errors, "nothing is left to write"
 
 
 def test_damaged_caches_are_errors_when_the_run_reads_caches(tmp_path):
@@ -534,7 +620,7 @@ def test_state_with_a_missing_file_is_an_error(tmp_path, name):
 def test_paths_that_are_too_long_for_windows_are_an_error(tmp_path, monkeypatch, allowed):
     monkeypatch.setattr(output, "_allows_long_paths", lambda: allowed)
     assert not check(output.check, output_dir=str(tmp_path / "short"), output_name="cat").errors
-    folder = tmp_path / ("a long name " * 10) / ("and another " * 10)
+    folder = tmp_path / ("a long name " * 10).strip()
     errors = check(output.check, output_dir=str(folder), output_name="cat").errors
     assert [error for error in errors if "is too long: a run writes paths of up to" in error] == errors
     assert folder.exists() == allowed != bool(errors)
@@ -545,6 +631,34 @@ def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
     (error,) = check(output.check, output_dir=str(tmp_path / "file" / "out")).errors
     assert "cannot be written to" in error
     assert check(output.check, output_dir=None).errors
+
+
+def test_output_folder_that_denies_files_is_an_error(tmp_path, denied):
+    denied()  # with tempfile, Windows would try other names for hours
+    (error,) = check(output.check, output_dir=str(tmp_path)).errors
+    assert error == f"--output_dir {tmp_path} cannot be written to: Permission denied"
+
+
+def test_output_folder_with_a_space_at_its_end_works_or_is_an_error(tmp_path):
+    folder = tmp_path / "out "
+    errors = check(output.check, output_dir=str(folder)).errors
+    assert [error for error in errors if error.endswith("; 'out ' ends with a space")] == errors
+    if not errors:
+        (folder / "model").touch()
+
+
+def test_an_empty_output_name_is_an_error(tmp_path):
+    (error,) = check(output.check, output_dir=str(tmp_path), output_name="").errors
+    assert error.startswith("--output_name is empty")
+
+
+@pytest.mark.parametrize("name", ["nul", "CON.v2", "com1"])
+def test_names_of_devices_are_errors_on_windows(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(output, "os", SimpleNamespace(name="nt"))
+    assert "the name of a device" in output.name_problem(tmp_path, name)
+    assert output.name_problem(tmp_path, f"a{name}") is None
+    monkeypatch.setattr(output, "os", SimpleNamespace(name="posix"))
+    assert output.name_problem(tmp_path, name) is None
 
 
 @pytest.mark.parametrize(

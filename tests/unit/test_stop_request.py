@@ -100,13 +100,24 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path, capfd):
 
 def test_after_training_a_signal_leaves_out_the_rest(tmp_path, capfd):
     stopper = stop_request.Stopper(Namespace(), SimpleNamespace(), tmp_path / "stop", 0, stepping=True)
+    stopper.after_training()
     stopper.left_out = "the remaining samples"
     with pytest.raises(SystemExit) as end:
         stopper.on_signal(int(signal.SIGTERM), None)
     assert end.value.code == 0
     assert "the model is saved; leaving out the remaining samples" in capfd.readouterr().err
+    stopper.left_out = ""
+    stopper.on_signal(int(signal.SIGTERM), None)
+    assert "SIGTERM: everything is saved, and the run is ending" in capfd.readouterr().err
     stopper.on_closing("the console window was closed")
     assert not stopper.reason
+
+
+def test_a_signal_in_the_last_save_announces_no_state(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(stop_request.resume, "position", lambda: SimpleNamespace(step=4))
+    stopper = stop_request.Stopper(Namespace(max_train_steps=4), SimpleNamespace(), tmp_path / "stop", 0, stepping=True)
+    stopper.on_signal(int(signal.SIGTERM), None)
+    assert "SIGTERM: saving the last model\n" in capfd.readouterr().err
 
 
 LAUNCHER = """

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 
 import pytest
 from rich.console import Console
@@ -110,6 +111,20 @@ def test_each_run_has_a_folder_and_finished_ones_are_not_repeated(checkout, tmp_
     assert "run 1 of 2, learning_rate=5e-5: already finished" in printed.err
     assert "and 1 more runs" in printed.out
     assert (tmp_path / "output" / "cats.sweep.report.html").is_file()
+
+
+def test_a_signal_in_the_last_save_of_a_run_ends_the_sweep(checkout, tmp_path, model, monkeypatch, capsys):
+    """The run finishes, with exit code 0."""
+    installed_gpus.first_gpu()  # before processes are replaced
+
+    def finish():
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    words = ("--yes", "--try", "learning_rate=5e-5,1e-4", "--steps", "300")
+    code, started = start(checkout, tmp_path, model, monkeypatch, None, *words, during=finish)
+    assert (code, len(started)) == (143, 1)
+    assert "the same command continues it" in capsys.readouterr().err
 
 
 def test_a_finished_run_with_other_options_is_reported(tmp_path):
