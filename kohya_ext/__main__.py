@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import NoReturn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command or a script; return the exit code. A script's SystemExit and errors pass through untouched."""
     try:
-        from kohya_ext.console import error, replace_unencodable
+        from kohya_ext.console import error, note, replace_unencodable
         from kohya_ext.errors import UserError
 
         replace_unencodable()
@@ -25,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(wrong).split("\n"):
             error(line)
         return UserError.exit_code
-    except KeyboardInterrupt:  # in a script: before it handles signals itself, while it imports and reads captions
-        print("kohya_ext: interrupted", file=sys.stderr)
-        return 130  # 128 + SIGINT, as of a shell
+    except KeyboardInterrupt as stop:  # in a script: before it handles signals itself, while it imports and reads captions
+        note("interrupted")
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)  # as of a shell
 
 
 def _choose(words: list[str]) -> Callable[[], int]:
@@ -49,13 +54,33 @@ def _choose(words: list[str]) -> Callable[[], int]:
         parser = QuietParser(prog=f"python -m kohya_ext {first}", description=command.__doc__)
         command.configure(parser)
         try:
-            return int(command.run(parser.parse_args(others, argparse.Namespace(words=others))))
+            with _ends_as_by_ctrl_c():
+                return int(command.run(parser.parse_args(others, argparse.Namespace(words=others))))
         except OSError as problem:  # a folder without rights or a full disk, where the command has no better message
             if problem.filename is None:
                 raise
             raise UserError(f"{problem.filename}: {problem.strerror or problem}") from None
 
     return call
+
+
+@contextlib.contextmanager
+def _ends_as_by_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM, a closed terminal and Ctrl-Break end a command as Ctrl-C does, which removes its temporary files."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    numbers = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP", "SIGBREAK")]
+    is_main = threading.current_thread() is threading.main_thread()
+    replaced = [number for number in numbers if is_main and number and signal.getsignal(number) == signal.SIG_DFL]  # no nohup
+    for number in replaced:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _first_word(words: list[str]) -> tuple[str | None, list[str]]:

@@ -261,7 +261,9 @@ def _with_8_bit_base(search: _Search, gpu: Gpu, answered: bool) -> list[Candidat
     if answered:
         candidates = known_tiers(search.checkout, search.command, experimental=True)
     else:
-        candidates = replace(search, command=command, tried=[], stopped=False).candidates()
+        searched = replace(search, command=command, tried=[], stopped=False).candidates()
+        costs = next(saving.costs for saving in MEMORY_SAVINGS if saving.name == "8-bit base")
+        candidates = [replace(each, traded="; ".join(filter(None, [costs, each.traded]))) for each in searched]
     return fastest_first([each for each in candidates if fits(each.estimate, search.card)], gpu)
 
 

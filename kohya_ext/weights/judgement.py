@@ -195,9 +195,10 @@ def _check_base(base: TensorFile) -> None:
 
 
 def _of_modules(file: TensorFile, base: TensorFile, modules: dict[str, AdaptedModule], result: Judgement) -> Iterator[Change]:
-    weights, misfits = base_weights(base.specs), []
+    weights, misfits, absent = base_weights(base.specs), [], 0
     for name, place in sorted(names.places(modules).items(), key=lambda item: item[1].order):
         weight, module = weights.get(key(place)), modules[name]
+        absent += weight is None
         if weight is None or module.kind in _UNKNOWN or deltas.missing_part(module):
             result.unmatched.append(name)
             continue
@@ -212,7 +213,7 @@ def _of_modules(file: TensorFile, base: TensorFile, modules: dict[str, AdaptedMo
             f"{len(misfits):,} of {len(modules):,} modules do not fit {base.path.name} "
             f"({abbreviated(misfits, _EXAMPLES)}); it was trained for another model"
         )
-    elif len(result.unmatched) == len(modules) and not any(module.kind in _UNKNOWN for module in modules.values()):
+    elif absent == len(modules) and not any(module.kind in _UNKNOWN for module in modules.values()):
         result.problems.append(f"{base.path.name} has none of its modules; it was trained for another model")
 
 

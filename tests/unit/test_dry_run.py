@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -370,6 +371,24 @@ def test_an_interrupted_command_or_script_has_no_traceback(monkeypatch, capsys, 
     monkeypatch.setattr(interrupted, interrupt)
     assert main(["doctor" if "doctor" in interrupted else "sdxl_train.py"]) == 130
     assert capsys.readouterr().err == "kohya_ext: interrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, getattr(signal, "SIGHUP", None) or signal.SIGBREAK])
+def test_a_command_ends_by_other_signals_as_by_ctrl_c(monkeypatch, capsys, number):
+    """So that it removes its temporary files."""
+    before, cleaned = signal.getsignal(number), []
+
+    def end(_):
+        try:
+            signal.raise_signal(number)
+        finally:
+            cleaned.append(True)
+
+    monkeypatch.setattr("kohya_ext.commands.doctor.run", end)
+    assert main(["doctor"]) == 128 + number
+    assert capsys.readouterr().err == "kohya_ext: interrupted\n"
+    assert cleaned
+    assert signal.getsignal(number) is before
 
 
 def test_a_command_whose_file_cannot_be_written_has_no_traceback(monkeypatch, capsys):

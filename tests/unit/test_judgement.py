@@ -71,6 +71,13 @@ def test_a_lora_is_measured_against_the_weights_that_it_changes(tmp_path, base):
     assert "is not known, because its run was not validated" in text
 
 
+def test_a_lora_without_half_of_its_tensors_is_not_one_of_another_model(tmp_path, base):
+    downs = {name: tensor for name, tensor in lora().items() if "lora_up" not in name}
+    described, result = judged(tmp_path, base, downs)
+    assert result.problems == []
+    assert "12 of 12 modules lack a tensor" in result.text(described)
+
+
 def test_a_dora_includes_its_magnitudes(tmp_path, base):
     tensors, name = lora([0]), "lora_unet_input_blocks_0_1_proj_in"
     changed = weight(base, 0) + dense(tensors, 0)

@@ -210,6 +210,7 @@ def test_an_8_bit_base_is_the_answer_where_nothing_else_fits(checkout, formula_e
     monkeypatch.setattr(estimation, "estimate", smaller)
     result = search(checkout, ["--network_dim", "77", "--resolution", "1024"], 6 * GIB)
     assert result.answer.command.settings["base_precision"] == "int8"
+    assert result.answer.traded.startswith("experimental, and no GeForce GPU has run it; ")
     assert result.experimental is None
     assert next(branch for branch in result.tree if branch.saving.name == "8-bit base").status == "taken"
 
