@@ -71,6 +71,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings 
         _check_scheduler(args, findings)
     if _NETWORK in script.name:
         _check_network(script, args, findings)
+        _check_text_encoder_rate(args, findings)
     for option in ("optimizer_args", "lr_scheduler_args"):
         _read_pairs(getattr(args, option, None), f"--{option}", findings)
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
@@ -136,6 +137,18 @@ def _check_rates(args: Namespace, findings: Findings) -> None:
         findings.warnings.append(
             f"a learning rate of {highest:g} moves every weight by about that much in each step of {name}, which destroys a "
             "model. Use --learning_rate 1e-4 for a LoRA or 1e-5 for a fine-tune"
+        )
+
+
+def _check_text_encoder_rate(args: Namespace, findings: Findings) -> None:
+    """Warn about a rate of 0 that does not freeze the text encoders: their gradients add up, and count in the norm of all."""
+    rates = getattr(args, "text_encoder_lr", None)
+    are_zero = {*rates} == {0} if isinstance(rates, list) else rates == 0
+    is_clipped = bool(getattr(args, "max_grad_norm", True))
+    if are_zero and is_clipped and not getattr(args, "network_train_unet_only", False):
+        findings.warnings.append(
+            "--text_encoder_lr 0 still computes the text encoders' gradients, which sd-scripts never clears: in the norm of "
+            "all gradients, by which it clips, they grow with every step. Use --network_train_unet_only instead"
         )
 
 

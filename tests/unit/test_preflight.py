@@ -883,6 +883,23 @@ def test_unusual_learning_rate_for_the_optimizer_is_a_warning(args, expected):
 
 
 @pytest.mark.parametrize(
+    ("args", "is_warned"),
+    [
+        ({"text_encoder_lr": 0.0}, True),
+        ({"text_encoder_lr": [0.0, 0.0]}, True),
+        ({"text_encoder_lr": [0.0, 1e-5]}, False),
+        ({"text_encoder_lr": None}, False),
+        ({"text_encoder_lr": []}, False),
+        ({"text_encoder_lr": [0.0], "network_train_unet_only": True}, False),
+        ({"text_encoder_lr": [0.0], "max_grad_norm": 0.0}, False),
+    ],
+)
+def test_a_rate_of_0_that_does_not_freeze_the_text_encoders_is_a_warning(args, is_warned):
+    warnings = check(options.check, "sdxl_train_network.py", network_module="networks.lora", **args).warnings
+    assert ["--network_train_unet_only" in warning for warning in warnings] == [True] * is_warned
+
+
+@pytest.mark.parametrize(
     ("script", "args", "expected"),
     [
         ("sdxl_train_network.py", {"network_module": "lycoris.kohya"}, "pip install lycoris-lora"),
