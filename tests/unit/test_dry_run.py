@@ -375,7 +375,7 @@ def test_an_interrupted_command_or_script_has_no_traceback(monkeypatch, capsys, 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, getattr(signal, "SIGHUP", None) or signal.SIGBREAK])
 def test_a_command_ends_by_other_signals_as_by_ctrl_c(monkeypatch, capsys, number):
-    """So that it removes its temporary files. A signal that is ignored, as under nohup, stays so."""
+    """So that it removes its temporary files."""
     cleaned = []
 
     def end(_):
