@@ -15,7 +15,7 @@ from kohya_ext.estimate.result import Estimate
 from kohya_ext.sdscripts.checkouts import Checkout
 
 #: Bump when dry runs change, to invalidate cached estimates.
-METHOD = 5
+METHOD = 6
 
 #: Beginnings of the names of options that three steps without output do not depend on.
 IRRELEVANT = (
