@@ -211,10 +211,15 @@ def load_on_host(optimizer: Any, load: Callable[[Any], None], saved: Any) -> Non
 
 
 def load_as_saved(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:
-    """Load a saved state with an optimizer's own ``load``, which would round float32 states to the type of bf16 weights."""
+    """Load a saved state with an optimizer's own ``load``, which would round float32 states to the type of bf16 weights.
+
+    An optimizer that saves its state in another form than PyTorch's keeps what it loads.
+    """
     load(saved)
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if len(numbers) != len(weights) or "state" not in saved:
+        return
     for number, weight in zip(numbers, weights, strict=True):
         of_file, state = saved["state"].get(number, {}), optimizer.state.get(weight, {})
         for name in state.keys() & of_file.keys():
@@ -222,5 +227,6 @@ def load_as_saved(optimizer: Any, load: Callable[[Any], None], saved: Any) -> No
 
 
 def _in_type_of_file(loaded: Any, of_file: Any) -> Any:
-    is_rounded = isinstance(loaded, torch.Tensor) and loaded.dtype is not of_file.dtype
+    are_tensors = isinstance(loaded, torch.Tensor) and isinstance(of_file, torch.Tensor)
+    is_rounded = are_tensors and loaded.dtype is not of_file.dtype
     return of_file.to(loaded.device) if is_rounded else loaded

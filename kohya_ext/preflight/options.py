@@ -21,7 +21,16 @@ from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.preflight import Findings, deepspeed, given, numbers
 from kohya_ext.sdscripts import families
-from kohya_ext.sdscripts.constraints import CONSTRAINTS, PRESERVATION, RELEASE, VARIANTS, Constraint, Run, is_schedule_free
+from kohya_ext.sdscripts.constraints import (
+    CACHED_TEXT,
+    CONSTRAINTS,
+    PRESERVATION,
+    RELEASE,
+    VARIANTS,
+    Constraint,
+    Run,
+    is_schedule_free,
+)
 
 _BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
 _DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
@@ -71,7 +80,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings 
         _check_scheduler(args, findings)
     if _NETWORK in script.name:
         _check_network(script, args, findings)
-        _check_text_encoder_rate(args, findings)
+        _check_text_encoder_rate(script, args, findings)
     for option in ("optimizer_args", "lr_scheduler_args"):
         _read_pairs(getattr(args, option, None), f"--{option}", findings)
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
@@ -140,8 +149,11 @@ def _check_rates(args: Namespace, findings: Findings) -> None:
         )
 
 
-def _check_text_encoder_rate(args: Namespace, findings: Findings) -> None:
+def _check_text_encoder_rate(script: Path, args: Namespace, findings: Findings) -> None:
     """Warn about a rate of 0 that does not freeze the text encoders: their gradients add up, and count in the norm of all."""
+    family = families.of(script.name, vars(args))
+    if family is None or not family.trains_text_encoders or (any(given(args, *CACHED_TEXT)) and not family.caches_t5_alone):
+        return
     rates = getattr(args, "text_encoder_lr", None)
     are_zero = {*rates} == {0} if isinstance(rates, list) else rates == 0
     is_clipped = bool(getattr(args, "max_grad_norm", True))

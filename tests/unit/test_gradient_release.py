@@ -251,6 +251,25 @@ def test_float32_states_of_bf16_weights_are_loaded_as_they_were_saved():
     torch.testing.assert_close(states[: len(states) // 2], states[len(states) // 2 :], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("saved", [{"mine": 1}, {"param_groups": [], "state": {}}])
+def test_a_state_in_another_form_is_loaded_as_its_optimizer_does(saved):
+    loaded = []
+    load_as_saved(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), loaded.append, saved)
+    assert loaded == [saved]
+
+
+def test_a_number_that_an_optimizer_loads_as_a_tensor_stays_one():
+    """As AdamW does with the step of a state that an old PyTorch has saved."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = 1.0
+    load_as_saved(optimizer, optimizer.load_state_dict, saved)
+    assert torch.equal(optimizer.state[weight]["step"], torch.tensor(1.0))
+
+
 def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():
     weights, optimizer = rounded_steps(64)
     single = RoundedSteps(optimizer, _Nearest(), STATES, 64)

@@ -900,6 +900,16 @@ def test_a_rate_of_0_that_does_not_freeze_the_text_encoders_is_a_warning(args, i
 
 
 @pytest.mark.parametrize(
+    ("script", "is_warned"),
+    [("flux_train_network.py", True), ("lumina_train_network.py", False), ("hunyuan_image_train_network.py", False)],
+)
+def test_cached_text_encoder_outputs_have_no_gradients_but_where_clip_is_trained(script, is_warned):
+    args = {"network_module": "networks.lora", "text_encoder_lr": [0.0], "cache_text_encoder_outputs": True}
+    warnings = check(options.check, script, **args).warnings
+    assert any("--text_encoder_lr 0" in warning for warning in warnings) is is_warned
+
+
+@pytest.mark.parametrize(
     ("script", "args", "expected"),
     [
         ("sdxl_train_network.py", {"network_module": "lycoris.kohya"}, "pip install lycoris-lora"),
