@@ -5,7 +5,8 @@
 All variants train sdxl_train.py with AdamW on the same images, with the same noise and timesteps, in bf16 autocast on the CPU,
 so their losses are compared step by step. Float32 weights with default patches are the reference, because upstream's own
 checkpointing of the U-Net loses gradients. What a variant differs from it by more than twice the standard error of the mean
-difference, it lost to rounding or to clipping. A variant takes one to two minutes.
+difference, it lost to rounding or to clipping. The same for the trained weights: their distance from the reference's, as a
+share of the distance that training has moved those. A variant takes one to two minutes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import results
 from benchmarks.processes import last_line
@@ -29,8 +30,9 @@ from kohya_ext.tiny import arguments, checkpoints, dataset, environment
 
 OUTPUT = results.FOLDER / "fine_tune_losses.json"
 SCRIPT = "sdxl_train.py"
+UNET = "model.diffusion_model."
 STEPS = 200
-COMMON = ["--mixed_precision", "bf16", "--max_train_steps", str(STEPS), "--learning_rate", "1e-5"]
+COMMON = ["--mixed_precision", "bf16", "--max_train_steps", str(STEPS), "--learning_rate", "1e-5", "--save_precision", "float"]
 UNCLIPPED, CLIPPED = ["--max_grad_norm", "0"], ["--max_grad_norm", "0.1"]
 RELEASE = ["--gradient_release"]
 
@@ -41,14 +43,27 @@ VARIANTS = {
     "float32 weights, gradient release": [*UNCLIPPED, *RELEASE],
     "bf16 weights": [*UNCLIPPED, "--full_bf16"],
     "bf16 weights, gradient release": [*UNCLIPPED, "--full_bf16", *RELEASE],
+    "bf16 weights, gradient release, master weights": [*UNCLIPPED, "--full_bf16", *RELEASE, "--master_weights"],
     CLIPPED_REFERENCE: CLIPPED,
     "float32 weights, clipped, gradient release": [*CLIPPED, *RELEASE],
 }
 
 
-def losses(name: str, checkout: Checkout, scratch: Path) -> list[float]:
-    """Train a variant and return the loss of each step. Raises RuntimeError if the script fails."""
+class Trained(NamedTuple):
+    """What a variant has trained."""
+
+    losses: list[float]
+    """Of each step."""
+    model: Path
+    """The file, in float32."""
+    start: Path
+    """The model that it began with."""
+
+
+def train(name: str, checkout: Checkout, scratch: Path) -> Trained:
+    """Train a variant. Raises RuntimeError if the script fails."""
     models = checkpoints.write(arguments.SCRIPTS[SCRIPT][0], checkout.path, scratch / "models")
+    _round_to_bf16(start := models.files["pretrained_model_name_or_path"])
     if not (images := scratch / "images").is_dir():
         dataset.write(images, 4, 128)
     output, values, log = scratch / name, scratch / f"{name}.json", scratch / f"{name}.txt"
@@ -64,7 +79,27 @@ def losses(name: str, checkout: Checkout, scratch: Path) -> list[float]:
     if code:
         raise RuntimeError(f"{name}: exit code {code}: {last_line(log)[:500]}")
     measured: list[float] = json.loads(values.read_text(encoding="utf-8"))
-    return measured
+    return Trained(measured, next(output.glob("*.safetensors")), start)
+
+
+def _round_to_bf16(model: Path) -> None:
+    """Round a float32 file, so that all variants begin with the same weights."""
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: tensor.bfloat16().float() for name, tensor in load_file(model).items()}, model)
+
+
+def apart(trained: Trained, reference: Trained) -> float:
+    """Return the distance of the U-Net's weights from the reference's, as a share of what training has moved those."""
+    from safetensors.torch import load_file
+
+    ours, theirs, start = map(load_file, (trained.model, reference.model, reference.start))
+    names = [name for name in start if name.startswith(UNET)]
+    between, moved = (
+        sum(float((tensors[name].double() - theirs[name].double()).square().sum()) for name in names)
+        for tensors in (ours, start)
+    )
+    return math.sqrt(between / moved)
 
 
 def compared(measured: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
@@ -77,14 +112,9 @@ def compared(measured: Sequence[float], reference: Sequence[float]) -> dict[str,
     }
 
 
-def _rows(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    def reference(name: str) -> str:
-        return CLIPPED_REFERENCE if "clipped" in name else REFERENCE
-
-    return {
-        name: {**compared(values, measured[reference(name)]), "equal": values == measured[reference(name)]}
-        for name, values in measured.items()
-    }
+def _row(trained: Trained, reference: Trained) -> dict[str, Any]:
+    losses = trained.losses, reference.losses
+    return {**compared(*losses), "equal": losses[0] == losses[1], "apart": apart(trained, reference)}
 
 
 def main() -> int:
@@ -94,12 +124,14 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args()
     checkout = find_or_fetch(given.sd_scripts)
-    measured: dict[str, list[float]] = {}
+    trained: dict[str, Trained] = {}
+    rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for name in VARIANTS:
-            measured[name] = losses(name, checkout, Path(temporary))
-            print(f"{name}: {_rows(measured)[name]}", file=sys.stderr, flush=True)
-    document = {"rows": _rows(measured), "steps": STEPS, **results.circumstances(checkout)}
+            trained[name] = train(name, checkout, Path(temporary))
+            rows[name] = _row(trained[name], trained[CLIPPED_REFERENCE if "clipped" in name else REFERENCE])
+            print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
+    document = {"rows": rows, "steps": STEPS, **results.circumstances(checkout)}
     given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 

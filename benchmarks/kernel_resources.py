@@ -192,18 +192,23 @@ def _adafactor(precision: str) -> Iterator[Configuration]:
         "column_factors",
         "divisor",
     )
-    types = {**dict.fromkeys(names, f"*{precision}"), **dict.fromkeys(numbers, "*fp32"), "random": "*i32"}
+    types = {**dict.fromkeys(names, f"*{precision}"), **dict.fromkeys(numbers, "*fp32"), "random": "*i32", "lower": "*i16"}
     types |= dict.fromkeys(("rate", "decay", "beta", "eps"), "fp32")
     small = {"M": 3, "N": 3, "SIDE": kernels.SIDE, "TILE": kernels._TOGETHER["TILE"]}
     tile = {name: size for name, size in kernels._TILE.items() if name != "num_warps"}
     step = {"HAS_DECAY": True, "IS_ROUNDED": precision == "bf16"} | ({} if precision == "bf16" else {"random": None})
-    for what, kernel, constants in (
+    steps = [("", {**step, "lower": None, "IS_MASTER": False})]
+    if precision == "bf16":
+        steps += [(" of master weights", {**step, "IS_MASTER": True})]
+    updated = {**tile, "TILE_M": kernels._UPDATED["TILE_M"]}
+    launched: tuple[tuple[str, Any, Mapping[str, Any]], ...] = (
         ("squares", kernels._adafactor_squares, tile),
         ("squares of the update", kernels._adafactor_squares_of_update, tile),
-        ("update", kernels._adafactor_update, {**tile, "TILE_M": kernels._UPDATED["TILE_M"], **step}),
         ("squares of small matrices", kernels._adafactor_small_squares, small),
-        ("update of small matrices", kernels._adafactor_update_small, {**small, **step}),
-    ):
+        *((f"update{of}", kernels._adafactor_update, {**updated, **each}) for of, each in steps),
+        *((f"update of small matrices{of}", kernels._adafactor_update_small, {**small, **each}) for of, each in steps),
+    )
+    for what, kernel, constants in launched:
         yield Configuration(f"Adafactor's {what}", kernel, types, constants, 8, 3, ("count", "m"))
 
 
@@ -213,8 +218,10 @@ def _adamw(precision: str) -> Iterator[Configuration]:
     if precision == "bf16":
         names = ("weight", "gradient", "average", "average_of_squares")
         numbers = ("of_gradient", "kept", "of_square", "correction", "eps", "rate", "decay")
-        types = {**dict.fromkeys(names, "*bf16"), **dict.fromkeys(numbers, "fp32"), "seed": "*i64"}
-        yield Configuration("AdamW's step", kernels._adamw, types, {"TILE": kernels._TILE["TILE"]}, 4, 3, ("size",))
+        types = {**dict.fromkeys(names, "*bf16"), **dict.fromkeys(numbers, "fp32"), "seed": "*i64", "lower": "*i16"}
+        for of, master in (("", {"lower": None}), (" of master weights", {})):
+            constants = {"TILE": kernels._TILE["TILE"], "IS_MASTER": not master, **master}
+            yield Configuration(f"AdamW's step{of}", kernels._adamw, types, constants, 4, 3, ("size",))
 
 
 def resources(configuration: Configuration, capability: int) -> Resources:

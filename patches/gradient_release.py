@@ -6,7 +6,7 @@ are. The loop's own ``optimizer.step()`` then finds no gradient, and only counts
 
 bf16 weights are stepped in float32 and rounded stochastically, and so are the states that the optimizer keeps in the type of
 the weights: AdamW's two states then take 4 bytes per weight, and lose no small update. ``--no-stochastic_rounding`` steps as
-upstream.
+upstream. ``--master_weights`` keeps the bits of the weights that rounding drops (:mod:`kohya_ext.optimizers.master_weights`).
 
 ``--max_grad_norm`` needs the norm of all gradients before the first weight is stepped. Each gradient is scaled as if the norm
 were the larger one of that of the last step, and that of the gradients so far in this step. So a step whose gradients explode
@@ -27,12 +27,13 @@ from kohya_ext.config.settings import Option, Settings, boolean, fraction
 from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.optimizers import probes
+from kohya_ext.optimizers.master_weights import LOWER
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
 from kohya_ext.optimizers.weight_steps import PART, RoundedSteps, WeightSteps, prepare, without_states
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.sdscripts.constraints import CONSTRAINTS, ON_HOST, ON_HOST_RATIO, RELEASE, Run
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, MASTERS, ON_HOST, ON_HOST_RATIO, RELEASE, Run
 from kohya_ext.speed import switches
 from kohya_ext.units import gigabytes
 
@@ -57,7 +58,13 @@ STOCHASTIC_ROUNDING = Option(
     "with --gradient_release and bf16 weights (--full_bf16): compute steps in float32 and round them to bf16 stochastically, "
     "so that no small update is lost",
 )
-
+MASTER_WEIGHTS = Option(
+    MASTERS,
+    False,
+    boolean,
+    "with --gradient_release and bf16 weights (--full_bf16): keep float32 master weights, as the bits that bf16 drops, so that "
+    "no update is lost; 2 bytes per weight",
+)
 OPTIMIZER_STATES_ON_HOST = Option(
     ON_HOST,
     False,
@@ -84,6 +91,8 @@ class _Release(TrainingCallback):
     """The limit of the norm of all gradients; 0: no limit."""
     host: HostStates | None = None
     """The optimizer's states on the host; None if they are on the GPU."""
+    masters: bool = False
+    """Whether bf16 weights are the upper halves of float32 ones."""
     accelerator: Accelerator | None = None
     """The run's."""
     fuses: Callable[[], bool] = lambda: False
@@ -105,6 +114,8 @@ class _Release(TrainingCallback):
         from kohya_ext.optimizers.host_states import states_on_gpu
 
         optimizer = _optimizer(accelerator)
+        if self.masters and hasattr(optimizer, "eval"):
+            stop(f"--{MASTERS} cannot be combined with {type(optimizer).__name__}, which changes weights between steps")
         vars(optimizer).pop("load_state_dict", None)
         weights = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
         if self.host is not None:
@@ -127,12 +138,13 @@ class _Release(TrainingCallback):
             return WeightSteps(optimizer, self.host)
         states = probes.states_of_the_weights_type(optimizer)
         part = PART if probes.steps_elements_separately(optimizer, states) else None
-        steps = RoundedSteps(optimizer, self.rounding, states, part, self.host, self._fused_step)
+        steps = RoundedSteps(optimizer, self.rounding, states, part, self.host, self._fused_step, self.masters)
         steps.reserve(weights)
         return steps
 
     def _describe(self, optimizer: str, weights: list[Any]) -> None:
-        rounded = ", rounds stochastically to bf16" if self.rounding is not None and _has_bf16(weights) else ""
+        how = "keeps float32 master weights" if self.masters else "rounds stochastically to bf16"
+        rounded = f", {how}" if self.rounding is not None and _has_bf16(weights) else ""
         clipped = f", clips to --max_grad_norm {self.max_norm:g} by the norm of the last step" if self.max_norm else ""
         of_all = "its states" if self.host is None or self.host.ratio == 1 else f"about {self.host.ratio:.0%} of its states"
         on_host = f", keeps {of_all} in host memory" if self.host is not None else ""
@@ -153,11 +165,11 @@ class _Release(TrainingCallback):
 
         if not self.fuses():
             return False
-        kind, is_stepped = type(optimizer), False
+        kind, is_stepped, lower = type(optimizer), False, optimizer.state.get(weight, {}).get(LOWER)
         if kind is Adafactor:
-            is_stepped = adafactor.step(optimizer, weight, group, rounding.bits)
+            is_stepped = adafactor.step(optimizer, weight, group, rounding.bits, lower)
         elif kind is torch.optim.AdamW:
-            is_stepped = adamw.step(optimizer, weight, group, rounding.seed)
+            is_stepped = adamw.step(optimizer, weight, group, rounding.seed, lower)
         self.fused += is_stepped
         return is_stepped
 
@@ -254,14 +266,15 @@ def _check(optimizer: Any) -> None:
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Release:
-    run = Run(program().command.name, {**vars(args), RELEASE: True, "num_processes": accelerator.num_processes})
-    for problem in (problem for each in CONSTRAINTS if RELEASE in each.options for problem in each.problems(run)):
+    given = {RELEASE: True, MASTERS: settings[MASTER_WEIGHTS], "num_processes": accelerator.num_processes}
+    run = Run(program().command.name, {**vars(args), **given})
+    for problem in (problem for each in CONSTRAINTS if {RELEASE, MASTERS} & {*each.options} for problem in each.problems(run)):
         stop(problem)  # preflight, which reports them earlier, may be off
     rounding = StochasticRounding(accelerator.device, args.seed or 0) if settings[STOCHASTIC_ROUNDING] else None
     ratio = settings[OPTIMIZER_STATES_ON_HOST_RATIO]
     host = _host_states(accelerator, ratio) if settings[OPTIMIZER_STATES_ON_HOST] else None
     fuses = switches.works_in_steps(settings)
-    return _Release(rounding, args.max_grad_norm or 0.0, host, accelerator, fuses)
+    return _Release(rounding, args.max_grad_norm or 0.0, host, settings[MASTER_WEIGHTS], accelerator, fuses)
 
 
 def _host_states(accelerator: Accelerator, ratio: float) -> HostStates | None:
@@ -299,6 +312,10 @@ def _wanted(settings: Settings) -> bool:
         raise UserError(f"--{ON_HOST} needs --{RELEASE}: add it, or remove the first")
     if settings[OPTIMIZER_STATES_ON_HOST_RATIO] != 1 and not settings[OPTIMIZER_STATES_ON_HOST]:
         raise UserError(f"--{ON_HOST_RATIO} needs --{ON_HOST}: add it, or remove the first")
+    if settings[MASTER_WEIGHTS] and not settings[GRADIENT_RELEASE]:
+        raise UserError(f"--{MASTERS} needs --{RELEASE}: add it, or remove the first")
+    if settings[MASTER_WEIGHTS] and not settings[STOCHASTIC_ROUNDING]:
+        raise UserError(f"--{MASTERS} and --no-stochastic_rounding cannot be combined: remove either")
     return bool(settings[GRADIENT_RELEASE])
 
 
@@ -316,7 +333,7 @@ PATCH = Patch(
     name=RELEASE,
     summary="--gradient_release: step each weight of a fine-tune during the backward pass, with any optimizer",
     targets=(),
-    options=(GRADIENT_RELEASE, STOCHASTIC_ROUNDING, OPTIMIZER_STATES_ON_HOST, OPTIMIZER_STATES_ON_HOST_RATIO),
+    options=(GRADIENT_RELEASE, STOCHASTIC_ROUNDING, MASTER_WEIGHTS, OPTIMIZER_STATES_ON_HOST, OPTIMIZER_STATES_ON_HOST_RATIO),
     exactness="exact",
     held_to="the same run without it, for float32 weights or with --no-stochastic_rounding, while no gradient is clipped; the "
     "mean of stochastic roundings, to the value",

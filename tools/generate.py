@@ -378,8 +378,8 @@ def _fine_tune_losses() -> str:
             return "none, in any step" if "release" in name else ""
         return f"{row['mean_difference']:+.5f} ± {row['standard_error']:.5f}"
 
-    rows = [(name, f"{row['mean_loss']:.4f}", difference(name, row)) for name, row in measured.items()]
-    return _table(("weights", "mean loss", "difference"), rows)
+    rows = [(name, f"{row['mean_loss']:.4f}", difference(name, row), f"{row['apart']:.2f}") for name, row in measured.items()]
+    return _table(("weights", "mean loss", "difference", "weights apart"), rows)
 
 
 def _cold_compile() -> str:

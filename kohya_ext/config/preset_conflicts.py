@@ -19,6 +19,7 @@ from kohya_ext.sdscripts.constraints import (
     CACHED_TEXT,
     CONSTRAINTS,
     KEEPS_CACHE,
+    MASTERS,
     ON_HOST,
     ON_HOST_RATIO,
     RELEASE,
@@ -185,7 +186,7 @@ RULES = (
     Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set),
     Rule(("gradient_checkpointing_ratio", "keep_attention"), ("gradient_checkpointing",), _is_off),
     Rule(("keep_attention",), ("vram_budget",), _is_set),
-    Rule((ON_HOST,), (RELEASE,), _is_off),
+    Rule((ON_HOST, MASTERS), (RELEASE,), _is_off),
     Rule((ON_HOST_RATIO,), (ON_HOST, RELEASE), _is_off),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
 )

@@ -35,16 +35,16 @@ _LIBRARY.define(
 )
 _LIBRARY.define("squares_of_update(Tensor gradient, Tensor row_factors, Tensor column_factors, Tensor(a!) out) -> ()")
 _LIBRARY.define(
-    "update(Tensor weight, Tensor gradient, Tensor row_factors, Tensor column_factors, Tensor divisor, Tensor? random, "
-    "Tensor(a!) out) -> ()"
+    "update(Tensor weight, Tensor? lower, Tensor gradient, Tensor row_factors, Tensor column_factors, Tensor divisor, "
+    "Tensor? random, Tensor(a!) out, Tensor(b!)? out2) -> ()"
 )
 _LIBRARY.define(
     "small_squares(Tensor gradient, Tensor weight, Tensor(a!) rows, Tensor(b!) columns, Tensor(c!) of_updates, "
     "Tensor(d!) of_weights) -> ()"
 )
 _LIBRARY.define(
-    "adamw(Tensor weight, Tensor gradient, Tensor average, Tensor average_of_squares, Tensor seed, Tensor(a!) out, "
-    "Tensor(b!) out2, Tensor(c!) out3) -> ()"
+    "adamw(Tensor weight, Tensor? lower, Tensor gradient, Tensor average, Tensor average_of_squares, Tensor seed, "
+    "Tensor(a!) out, Tensor(b!)? out2, Tensor(c!) out3, Tensor(d!) out4) -> ()"
 )
 for _name in (
     *("quantize_rows", "transpose", "multiply", "quantize_pixels", "convolve"),
@@ -146,11 +146,12 @@ def _squares_of_update(gradient: Any, row_factors: Any, column_factors: Any, out
 
 
 def _update(*args: Any, **__: Any) -> None:
-    _operators.update(*args[:7])
+    _operators.update(*args[:8], args[1])
 
 
-def _adamw(weight: Any, gradient: Any, average: Any, average_of_squares: Any, seed: Any, *_: Any, **__: Any) -> None:
-    _operators.adamw(weight, gradient, average, average_of_squares, seed, weight, average, average_of_squares)
+def _adamw(*args: Any, **__: Any) -> None:
+    weight, lower, gradient, *averages, seed = args[:6]
+    _operators.adamw(weight, lower, gradient, *averages, seed, weight, lower, *averages)
 
 
 @dataclass(frozen=True)

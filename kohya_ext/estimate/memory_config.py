@@ -159,6 +159,7 @@ class MemoryConfig:
     expandable_segments: bool = False
     gradient_release: bool = False
     stochastic_rounding: bool = False
+    master_weights: bool = False
     optimizer_states_on_host: bool = False
     optimizer_states_on_host_ratio: float = 1.0
     ema: bool = False
@@ -336,6 +337,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         one_way_block_swap=False if config.one_way_block_swap is False and lora and config.blocks_to_swap else None,
         int8_convolutions=config.int8_convolutions and config.base_precision == "int8" and config.family.unet,
         stochastic_rounding=config.stochastic_rounding and config.gradient_release,
+        master_weights=config.master_weights and config.gradient_release,
         optimizer_states_on_host_ratio=config.optimizer_states_on_host_ratio if config.optimizer_states_on_host else 1.0,
         ema=config.ema and config.ema_device == "gpu",
         ema_device=defaults.ema_device,

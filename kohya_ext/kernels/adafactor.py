@@ -36,10 +36,11 @@ def random_bits(weight: Any) -> Any:
     return torch.randint_like(weight, 0, 1 << 16, dtype=torch.int32)
 
 
-def step(optimizer: Any, weight: Any, group: Mapping[str, Any], random: Callable[[Any], Any] | None) -> bool:
+def step(optimizer: Any, weight: Any, group: Mapping[str, Any], random: Callable[[Any], Any] | None, lower: Any = None) -> bool:
     """Step a weight of transformers' Adafactor with its gradient and state, as the optimizer does; False if unsupported.
 
     ``random`` returns the bits of :func:`random_bits`, with which bf16 weights are rounded; None: they are rounded to nearest.
+    ``lower``: the lower halves of a master weight.
     Source: ``library/adafactor_fused.py`` of sd-scripts, and ``transformers.optimization.Adafactor``.
     """
     gradient = weight.grad
@@ -51,7 +52,7 @@ def step(optimizer: Any, weight: Any, group: Mapping[str, Any], random: Callable
         return False
     state = optimizer.state[weight]
     shapes = {"exp_avg_sq_row": weight.shape[:-1], "exp_avg_sq_col": (*weight.shape[:-2], weight.shape[-1])}
-    if not state:
+    if "step" not in state:
         state["step"] = 0
         state.update((name, torch.zeros(shape, device=weight.device)) for name, shape in shapes.items())
     state["step"] += 1
@@ -67,5 +68,6 @@ def step(optimizer: Any, weight: Any, group: Mapping[str, Any], random: Callable
         rate=group["lr"],
         decay=group["weight_decay"] * group["lr"],
         random=random if weight.dtype is torch.bfloat16 else None,
+        lower=lower,
     )
     return True

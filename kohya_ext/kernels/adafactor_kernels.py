@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kohya_ext.kernels.rounding import rounded
+from kohya_ext.kernels.rounding import joined, rounded, split
 
 #: Rows and columns of a tile of a matrix.
 _TILE = {"TILE_M": 32, "TILE_N": 128, "num_warps": 8}
@@ -56,28 +56,37 @@ def _adafactor_squares_of_update(gradient, row_factors, column_factors, out, m, 
 
 
 @triton.jit
-def _stepped(weight, update, divisor, random, at, inside, rate, decay, HAS_DECAY: tl.constexpr, IS_ROUNDED: tl.constexpr):
-    """Return weights after an update; if they are rounded, as bf16 in float32."""
+def _stepped(
+    weight, lower, update, divisor, random, at, inside, rate, decay,
+    HAS_DECAY: tl.constexpr, IS_ROUNDED: tl.constexpr, IS_MASTER: tl.constexpr,
+):  # fmt: skip
+    """Return weights after an update, if they are rounded, as bf16 in float32; keep the lower halves of master weights."""
     value = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if IS_MASTER:
+        value = joined(value, tl.load(lower + at, mask=inside, other=0))
     if HAS_DECAY:
         value -= decay * value
     value -= tl.math.div_rn(update, tl.load(divisor)) * rate
-    if IS_ROUNDED:
+    if IS_MASTER:
+        value, bits = split(value, tl.load(random + at, mask=inside, other=0))
+        tl.store(lower + at, bits, mask=inside)
+    elif IS_ROUNDED:
         value = rounded(value, tl.load(random + at, mask=inside, other=0))
     return value
 
 
 @triton.jit
 def _adafactor_update(
-    weight, gradient, row_factors, column_factors, divisor, random, out, m, n, rate, decay,
-    HAS_DECAY: tl.constexpr, IS_ROUNDED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    weight, lower, gradient, row_factors, column_factors, divisor, random, out, m, n, rate, decay,
+    HAS_DECAY: tl.constexpr, IS_ROUNDED: tl.constexpr, IS_MASTER: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Step a tile of the weights."""
     rows, columns, inside, at = _tile(m, n, TILE_M, TILE_N)
     row_factor = tl.load(row_factors + rows, mask=rows < m, other=0.0)[:, None]
     column_factor = tl.load(column_factors + columns, mask=columns < n, other=0.0)[None, :]
     update = row_factor * column_factor * tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-    value = _stepped(weight, update, divisor, random, at, inside, rate, decay, HAS_DECAY, IS_ROUNDED)
+    value = _stepped(weight, lower, update, divisor, random, at, inside, rate, decay, HAS_DECAY, IS_ROUNDED, IS_MASTER)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -121,8 +130,8 @@ def _adafactor_small_squares(
 
 @triton.jit
 def _adafactor_update_small(
-    weight, gradient, rows, columns, divisor, random, out, count, rate, decay,
-    HAS_DECAY: tl.constexpr, IS_ROUNDED: tl.constexpr,
+    weight, lower, gradient, rows, columns, divisor, random, out, count, rate, decay,
+    HAS_DECAY: tl.constexpr, IS_ROUNDED: tl.constexpr, IS_MASTER: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Step the weights of small matrices."""
@@ -131,7 +140,7 @@ def _adafactor_update_small(
     column = tl.load(columns + at_columns, mask=inside_columns, other=0.0)
     grad = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     update = _small_update(grad, row, column, inside_rows, inside_columns, M)
-    value = _stepped(weight, update, divisor, random, at, inside, rate, decay, HAS_DECAY, IS_ROUNDED)
+    value = _stepped(weight, lower, update, divisor, random, at, inside, rate, decay, HAS_DECAY, IS_ROUNDED, IS_MASTER)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -160,13 +169,14 @@ def step(
     rate: float,
     decay: float,
     random: Callable[[Any], Any] | None,
+    lower: Any = None,
 ) -> Any:
     """Step weights [..., m, n] with statistics ``rows`` [..., m] and ``columns`` [..., n]. Return the RMS they had.
 
     ``weight`` and ``gradient`` are contiguous, on one GPU; the statistics are fp32. ``beta`` is the share that these keep,
     ``eps`` is added to squared gradients, an update's RMS is at most ``clip``, ``rate`` is the learning rate, and ``decay`` the
     share of themselves that weights lose. ``random`` returns int32 of 16 random bits, [..., m, n], by which bf16 weights are
-    rounded stochastically; without it weights are rounded to nearest.
+    rounded stochastically; without it weights are rounded to nearest. ``lower``: the lower halves of master weights, int16.
     Source: N. Shazeer and M. Stern, Adafactor, https://arxiv.org/abs/1804.04235, algorithm 4.
     """
     (m, n), size = weight.shape[-2:], weight.numel()
@@ -184,8 +194,8 @@ def step(
         factors, of_updates = ((rows / rows.mean()).rsqrt_(), columns.rsqrt()), rows.new_empty(grid)
         _adafactor_squares_of_update[grid](gradient, *factors, of_updates, m, n, **_TILE)
     divisor = of_updates.sum().div_(size).sqrt_().div_(clip).clamp_(min=1.0)
-    tensors = weight, gradient, *factors, divisor, None if random is None else random(weight), weight
-    options = {"HAS_DECAY": decay != 0, "IS_ROUNDED": random is not None}
+    tensors = weight, lower, gradient, *factors, divisor, None if random is None else random(weight), weight
+    options = {"HAS_DECAY": decay != 0, "IS_ROUNDED": random is not None, "IS_MASTER": lower is not None}
     if is_small:
         _adafactor_update_small[grid](*tensors, count, rate, decay, **options, **small)
     else:

@@ -33,10 +33,11 @@ def kernels_on(device: str) -> Any:
     return fused.usable(device, tried, "AdamW's steps")
 
 
-def step(optimizer: Any, weight: Any, group: Mapping[str, Any], seed: Callable[[], Any]) -> bool:
+def step(optimizer: Any, weight: Any, group: Mapping[str, Any], seed: Callable[[], Any], lower: Any = None) -> bool:
     """Step a bf16 weight of torch's AdamW that has bf16 states, with its gradient; False if it is unsupported.
 
     The weight and its states are rounded stochastically, with random bits of ``seed()``: int64 on the GPU, one element.
+    ``lower``: the lower halves of a master weight.
     """
     state = optimizer.state.get(weight, {})
     tensors = [weight.detach(), weight.grad, *map(state.get, _STATES)]
@@ -50,7 +51,7 @@ def step(optimizer: Any, weight: Any, group: Mapping[str, Any], seed: Callable[[
         return False
     rate = float(group["lr"])
     options = {"number": count.item() + 1, "betas": group["betas"], "eps": group["eps"]}
-    kernels.step(*tensors, seed(), **options, rate=rate, decay=rate * group["weight_decay"])
+    kernels.step(*tensors, seed(), **options, rate=rate, decay=rate * group["weight_decay"], lower=lower)
     count += 1
     return True
 

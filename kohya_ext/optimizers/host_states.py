@@ -7,7 +7,7 @@ of their own, and events order the copies and the kernels: the host does not wai
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,19 +40,20 @@ class HostMemory:
         self.lock = lock
         self.allocated = 0
         """Bytes."""
-        self._free: list[torch.Tensor] = []
+        self._free: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        """The rest of each piece of memory, by the type of its tensors: torch.save refuses two types in one."""
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor's values."""
-        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        number = next((number for number, rest in enumerate(self._free) if rest.nbytes >= size), None)
+        size, free = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT, self._free[tensor.dtype]
+        number = next((number for number, rest in enumerate(free) if rest.nbytes >= size), None)
         if number is None:
-            number = len(self._free)
+            number = len(free)
             # NumPy's, because a dry run takes what torch creates during a backward pass for the GPU's.
-            self._free.append(torch.from_numpy(numpy.empty(max(size, _CHUNK), numpy.uint8)))
-            self.allocated += self._free[-1].nbytes
-            self.lock.lock(self._free[-1])
-        piece, self._free[number] = self._free[number].split([size, self._free[number].nbytes - size])
+            free.append(torch.from_numpy(numpy.empty(max(size, _CHUNK), numpy.uint8)))
+            self.allocated += free[-1].nbytes
+            self.lock.lock(free[-1])
+        piece, free[number] = free[number].split([size, free[number].nbytes - size])
         return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kohya_ext.optimizers import master_weights
+from kohya_ext.optimizers.master_weights import LOWER
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class WeightSteps:
 
 
 class RoundedSteps(WeightSteps):
-    """The same with bf16 weights stepped in float32 and rounded stochastically.
+    """The same with bf16 weights stepped in float32 and rounded stochastically, or with master weights.
 
     So are states that the optimizer keeps in the weight's own type: between two steps they are bf16. All other states are the
     optimizer's own. An optimizer that treats each element by itself steps large weights in parts, because the float32 copies of
@@ -93,13 +95,19 @@ class RoundedSteps(WeightSteps):
         part: int | None,
         host: HostStates | None = None,
         fused: FusedStep = lambda *_: False,
+        masters: bool = False,
     ) -> None:
         """``rounded_states``: names of states of the weight's type. ``part``: elements stepped together; None for all.
 
         ``fused`` steps and rounds a weight without float32 copies, and returns False where it does not support that.
+        ``masters``: keep the bits of each weight that rounding drops, as a state. Without it, those of a loaded state go.
         """
         super().__init__(optimizer, host)
         self._rounding, self._rounded, self._part, self._fused = rounding, rounded_states, part, fused
+        self._masters = masters
+        if not masters:
+            for state in optimizer.state.values():
+                state.pop(LOWER, None)
         self._reserved: dict[tuple[Any, str], Any] = {}
         """(weight, name) -> memory of a state that the first step creates."""
 
@@ -108,14 +116,17 @@ class RoundedSteps(WeightSteps):
 
         The first steps would allocate them between temporary tensors of all sizes, and leave gaps that nothing fits into.
         """
-        if self._part is not None:
-            on_gpu = (weight for weight in weights if _is_rounded_weight(weight) and not self._is_on_host(weight))
-            for together in _chunks(on_gpu):
-                for name in sorted(self._rounded):
-                    self._reserve(name, together)
+        names = sorted(self._rounded) if self._part is not None else []
+        on_gpu = (weight for weight in weights if _is_rounded_weight(weight) and not self._is_on_host(weight))
+        for together in _chunks(on_gpu):
+            for name in [*names, LOWER] if self._masters else names:
+                self._reserve(name, together)
 
     def _reserve(self, name: str, weights: Sequence[Any]) -> None:
+        import torch
+
         for weight, memory in zip(weights, _memory(weights, self._rounding.device), strict=True):
+            memory = memory.view(torch.int16).zero_() if name == LOWER else memory
             state = self.optimizer.state.get(weight, {})
             if name in state:
                 memory.copy_(state[name])
@@ -129,15 +140,24 @@ class RoundedSteps(WeightSteps):
             super().step(weight)
             return
         with self._state_on_gpu(weight):
+            states = self.optimizer.state
+            if self._masters and LOWER not in states.get(weight, {}):
+                states[weight][LOWER] = self._no_bits(weight)
             if self._fused(self.optimizer, weight, self.group(weight), self._rounding):
                 weight.grad = None
                 return
-            states = self.optimizer.state
             before, gradient, weight.grad = states.get(weight, {}), weight.grad, None
-            after: dict[str, Any] = {}
+            after = {LOWER: before[LOWER]} if self._masters else {}
             for part in self._parts(weight):
                 self._step_part(weight, gradient, part, before, after)
             states[weight] = after
+
+    def _no_bits(self, weight: Any) -> Any:
+        """Return the lower halves of a weight that has not been stepped."""
+        import torch
+
+        reserved = self._reserved.pop((weight, LOWER), None)
+        return torch.zeros_like(weight, dtype=torch.int16, requires_grad=False) if reserved is None else reserved
 
     def _parts(self, weight: Any) -> Sequence[slice | None]:
         """Return the parts of the weight's elements, or None for all of it."""
@@ -152,9 +172,10 @@ class RoundedSteps(WeightSteps):
         import torch
 
         states = self.optimizer.state
-        stand_in = torch.nn.Parameter(_of(weight.detach(), part).float())
+        kept, lower = _of(weight.detach(), part), _of(after[LOWER], part) if self._masters else None
+        stand_in = torch.nn.Parameter(kept.float() if lower is None else master_weights.joined(kept, lower))
         stand_in.grad = _of(gradient, part).float()
-        states[stand_in] = {name: self._opened(name, value, part) for name, value in before.items()}
+        states[stand_in] = {name: self._opened(name, value, part) for name, value in before.items() if name != LOWER}
         try:
             self.step_in_place_of(weight, stand_in)
             stepped = states[stand_in]
@@ -168,7 +189,10 @@ class RoundedSteps(WeightSteps):
                 self._rounding.copy(_of(after[name], part), value)
             else:
                 after[name] = value
-        self._rounding.copy(_of(weight.detach(), part), stand_in.detach())
+        if lower is None:
+            self._rounding.copy(kept, stand_in.detach())
+        else:
+            master_weights.split(stand_in.detach(), kept, lower, self._rounding.bits(stand_in))
 
     def _created(self, weight: Any, name: str, value: Any, part: slice | None) -> Any:
         """Return the memory of a new state."""

@@ -27,6 +27,9 @@ ON_HOST = "optimizer_states_on_host"
 ON_HOST_RATIO = "optimizer_states_on_host_ratio"
 """The extension's option that keeps the optimizer's states in host memory; it needs :data:`RELEASE`."""
 
+MASTERS = "master_weights"
+"""The extension's option that keeps what bf16 weights lack of float32 ones; it needs :data:`RELEASE`."""
+
 CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate")
 
 VARIANTS = "cached_caption_variants"
@@ -147,6 +150,11 @@ class Run:
     def precision(self) -> str:
         """The value of --mixed_precision."""
         return str(self.values.get("mixed_precision", "no"))
+
+    @property
+    def has_bf16_weights(self) -> bool:
+        """Whether the trained weights of a fine-tune are bf16."""
+        return self.has("full_bf16") or (self.precision == "bf16" and self.script in CASTS_WEIGHTS)
 
     @property
     def accumulation(self) -> int:
@@ -288,7 +296,7 @@ def _excludes(
     return Constraint(options, others, lambda run: run.has(*others) and when(run), message, of_subset, consequence)
 
 
-_RELEASE = (RELEASE, ON_HOST)
+_RELEASE = (RELEASE, ON_HOST, MASTERS)
 _IN_BACKWARD = (*FUSED_OPTIMIZERS, *_RELEASE)
 _BLOCKS, _PRECISION, _SCHEDULE = ("blocks_to_swap",), ("mixed_precision",), ("lr_scheduler", "lr_scheduler_type")
 _UNET_ONLY, _OPTIMIZER, _WARMUP = ("network_train_unet_only",), ("optimizer_type",), ("lr_warmup_steps",)
@@ -333,6 +341,10 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(_RELEASE, _OPTIMIZER, lambda run: run.optimizer.lower().startswith(_WHOLE_STEPS),
                "--{option} cannot be combined with --optimizer_type {run.optimizer}, whose step depends on the gradients of "
                "all weights; use AdamW, AdamW8bit or Adafactor"),
+    Constraint((MASTERS,), ("full_bf16",), lambda run: not run.has_bf16_weights,
+               "--{option} is for bf16 weights; add --full_bf16 --mixed_precision bf16, or remove it"),
+    Constraint((MASTERS,), _OPTIMIZER, lambda run: is_schedule_free(run.values),
+               "--{option} cannot be combined with --optimizer_type {run.optimizer}, which changes the weights between steps"),
     Constraint(_OFFLOADED[:1], (), lambda run: run.has("gradient_checkpointing") and not run.offloads,
                "--{option} fails with a TypeError in {run.script}; remove it"),
     Constraint(_WARMUP, (*_OPTIMIZER, "optimizer_args"), lambda run: run.has_relative_steps,

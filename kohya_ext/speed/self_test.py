@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kohya_ext.config.settings import Settings
+from kohya_ext.optimizers.master_weights import joined
 
 #: Largest difference from PyTorch's operators, as a share of the norm: kernels compute in fp32 and round once to 16 bits.
 TOLERANCE = 0.01
@@ -112,9 +113,13 @@ def _adafactor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     if (kernels := adafactor.kernels_on(device.type, dtype)) is not None:
         results = [torch.zeros_like(each) for each in (gradient, rows, columns)]
         random = adafactor.random_bits if dtype is torch.bfloat16 else None
-        options = {"beta": 0.0, "eps": 1e-3, "clip": 1.0, "rate": 1.0, "decay": 0.5, "random": random}
-        kernels.step(results[0], gradient, *results[1:], **options)
+        options = {"beta": 0.0, "eps": 1e-3, "clip": 1.0, "rate": 1.0, "decay": 0.5}
+        kernels.step(results[0], gradient, *results[1:], **options, random=random)
         _compare(results, [expected, rows, columns], f"a step of Adafactor of {tuple(shape)} in {dtype}")
+        if dtype is torch.bfloat16:
+            weight, lower = (torch.zeros(shape, device=device, dtype=type_) for type_ in (dtype, torch.int16))
+            kernels.step(weight, gradient, *results[1:], **options, random=random, lower=lower)
+            _compare([joined(weight, lower)], [expected], f"a step of Adafactor of {tuple(shape)} with master weights")
 
 
 def _adamw(shape: Sequence[int], device: torch.device) -> None:
@@ -130,6 +135,10 @@ def _adamw(shape: Sequence[int], device: torch.device) -> None:
         exact = gradient.float()
         expected = [-exact / (exact.abs() + 0.1), 0.1 * exact, 0.01 * exact.square()]
         _compare(results, expected, f"a step of AdamW of {tuple(shape)}")
+        weight, average, of_squares = (torch.zeros_like(gradient) for _ in range(3))
+        lower = torch.zeros_like(gradient, dtype=torch.int16)
+        kernels.step(weight, gradient, average, of_squares, seed, **options, lower=lower)
+        _compare([joined(weight, lower)], expected[:1], f"a step of AdamW of {tuple(shape)} with master weights")
 
 
 class _Block(torch.nn.Module):  # type: ignore[misc]  # torch is not followed

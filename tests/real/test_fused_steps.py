@@ -24,6 +24,7 @@ from transformers import Adafactor
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.kernels import adafactor, adafactor_kernels
+from kohya_ext.optimizers.master_weights import LOWER
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
 from kohya_ext.optimizers.weight_steps import RoundedSteps
 
@@ -45,7 +46,7 @@ def trained(step, dtype, options):
         step(optimizer)
         assert all(torch.equal(weight.grad, gradient) for weight, gradient in zip(weights, gradients))
         for state in optimizer.state.values():  # as torch.optim loads them
-            state.update((name, value.to(dtype)) for name, value in state.items() if torch.is_tensor(value))
+            state.update((name, value.to(dtype)) for name, value in state.items() if name != LOWER and torch.is_tensor(value))
     return weights, [optimizer.state[weight] for weight in weights]
 
 
@@ -58,12 +59,12 @@ def each(step_param):
     return step
 
 
-def released(fused):
-    made = {}
+def released(fused, masters=False):
+    made, rounding = {}, StochasticRounding("cpu", 1)
 
     def step(optimizer):
         if optimizer not in made:
-            made[optimizer] = RoundedSteps(optimizer, StochasticRounding("cpu", 1), frozenset(), None, fused=fused)
+            made[optimizer] = RoundedSteps(optimizer, rounding, frozenset(), None, fused=fused, masters=masters)
         for weight in optimizer.param_groups[0]["params"]:
             gradient = weight.grad
             made[optimizer].step(weight)
@@ -98,7 +99,7 @@ for theirs, ours in (STOCHASTIC, NEAREST):
         (expected, _), (results, _) = (trained(step, torch.bfloat16, options) for step in (theirs, ours))
         assert not fused_adafactor._counts["weights"] and all(torch.equal(*pair) for pair in zip(results, expected))
 def counted(optimizer, weight, group, rounding):
-    stepped = adafactor.step(optimizer, weight, group, rounding.bits)
+    stepped = adafactor.step(optimizer, weight, group, rounding.bits, optimizer.state[weight].get(LOWER))
     fused_adafactor._counts["weights"] += stepped
     return stepped
 
@@ -106,6 +107,11 @@ def counted(optimizer, weight, group, rounding):
 fused_adafactor._counts.clear()
 (expected, _), (results, _) = (trained(released(fused), torch.bfloat16, PLAIN) for fused in (lambda *_: False, counted))
 assert fused_adafactor._counts["weights"] == 3 * len(SHAPES)
+assert all((result != weight).sum() <= 0.001 * weight.numel() for result, weight in zip(results, expected))
+fused_adafactor._counts.clear()
+steps = released(lambda *_: False, masters=True), released(counted, masters=True)
+(expected, _), (results, states) = (trained(step, torch.bfloat16, PLAIN) for step in steps)
+assert fused_adafactor._counts["weights"] == 3 * len(SHAPES) and all(state[LOWER].any() for state in states)
 assert all((result != weight).sum() <= 0.001 * weight.numel() for result, weight in zip(results, expected))
 poisoned, ones = torch.full((4, 4), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32), torch.ones(4, 4)  # a NaN of a GPU
 options = {"beta": 0.5, "eps": 1.0, "clip": 1.0, "rate": 0.1, "decay": 0.0, "random": lambda like: torch.ones_like(like).int()}

@@ -110,6 +110,7 @@ def test_a_skipped_step_holds_schedule_and_average_back_as_without_release(check
 #: Case -> script and options. AdamW's states are bf16, and rounded, too; the states of Adafactor are float32, and of CAME both.
 RESUMED = {
     "stochastic rounding": (FULL, (*BF16, "--optimizer_type", "AdamW")),
+    "master weights": (FULL, (*BF16, "--optimizer_type", "AdamW", "--master_weights")),
     "clipping": ("flux_train.py", ("--max_grad_norm", "0.01")),
     "schedule-free": ("flux_train.py", (*UNCLIPPED, *OPTIMIZERS["AdamWScheduleFree"])),
     "float32 states": ("flux_train.py", (*UNCLIPPED, *BF16, *OPTIMIZERS["Adafactor"])),
@@ -121,6 +122,7 @@ RESUMED = {
     "case",
     [
         pytest.param("stochastic rounding", marks=pytest.mark.newest),
+        pytest.param("master weights", marks=pytest.mark.thorough),
         pytest.param("clipping", marks=pytest.mark.oldest),
         pytest.param("schedule-free", marks=pytest.mark.thorough),
         pytest.param("float32 states", marks=pytest.mark.newest),
@@ -140,7 +142,7 @@ def test_resume_equals_the_undisturbed_run(checkout, train, case):
 ON_HOST = {
     "AdamW": (FULL, (*UNCLIPPED, "--optimizer_type", "AdamW")),
     "stochastic rounding": RESUMED["stochastic rounding"],
-    "half of them": RESUMED["stochastic rounding"],
+    "half of them": RESUMED["master weights"],
     "fused AdamW": (FULL, (*UNCLIPPED, *BF16, "--optimizer_type", "AdamW", "--optimizer_args", "fused=True")),
     "AdamW8bit": ("flux_train.py", (*UNCLIPPED, "--optimizer_type", "AdamW8bit")),
     "Adafactor": ("flux_train.py", (*UNCLIPPED, *OPTIMIZERS["Adafactor"])),

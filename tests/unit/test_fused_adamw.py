@@ -16,6 +16,7 @@ INTERPRETED = """
 import math
 import torch
 from kohya_ext.kernels import adamw, adamw_kernels
+from kohya_ext.optimizers.master_weights import LOWER, joined
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
 
 adamw.kernels_on = lambda *_: adamw_kernels
@@ -37,7 +38,8 @@ def values(optimizer, weight):
 
 
 def stepped(optimizer, weight):
-    return adamw.step(optimizer, weight, optimizer.param_groups[0], ROUNDING.seed)
+    lower = optimizer.state[weight].get(LOWER)
+    return adamw.step(optimizer, weight, optimizer.param_groups[0], ROUNDING.seed, lower)
 
 
 def start(*shape):
@@ -66,6 +68,12 @@ for shape, count, options in (((300, 1001), 4, {}), ((7,), 1, {"betas": (0.5, 0.
         assert others.abs().max() < 5 / math.sqrt(len(errors[0]))  # each has random bits of its own
         neighbours = torch.corrcoef(torch.stack([errors[0][:-1], errors[0][1:]]))[0, 1]
         assert neighbours.abs() < 5 / math.sqrt(len(errors[0]))
+    optimizer, master = optimizer_of(*tensors, count, torch.clone, options)
+    lower = optimizer.state[master][LOWER] = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)
+    reference = optimizer_of(joined(master.detach(), lower).clone(), *tensors[1:], count, torch.Tensor.double, options)
+    reference[0].step()
+    assert stepped(optimizer, master)
+    torch.testing.assert_close(joined(master.detach(), lower), reference[1].detach().float(), rtol=1e-6, atol=1e-6)
     again = optimizer_of(*tensors, count, torch.clone, options)
     stepped(*again)
     assert not torch.equal(again[1], ours[1]) or ours[1].numel() < 10  # other bits in another step
@@ -94,14 +102,16 @@ def test_weights_and_states_are_those_of_torch_rounded_stochastically():
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 
-def test_an_estimate_counts_the_bytes_of_the_kernel():
+@pytest.mark.parametrize(("masters", "moved"), [(False, 14), (True, 18)])
+def test_an_estimate_counts_the_bytes_of_the_kernel(masters, moved):
     """Reads and writes of a bf16 weight, as docs/fine_tunes.md has them."""
     with fake_tensors(), counted_kernels(eight_bits=False):
         weight = torch.nn.Parameter(torch.zeros(512, 768, dtype=torch.bfloat16))
         weight.grad = torch.zeros_like(weight)
         optimizer = torch.optim.AdamW([weight])
         states = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        lower = torch.zeros_like(weight, dtype=torch.int16) if masters else None
         optimizer.state[weight] = {"step": torch.tensor(1.0, device="cpu"), **states}
         with Tracker() as tracker:
-            assert adamw.step(optimizer, weight, optimizer.param_groups[0], StochasticRounding(weight.device, 1).seed)
-    assert round(sum(group.bytes for group in tracker.work.work().batch) / weight.numel()) == 14
+            assert adamw.step(optimizer, weight, optimizer.param_groups[0], StochasticRounding(weight.device, 1).seed, lower)
+    assert round(sum(group.bytes for group in tracker.work.work().batch) / weight.numel()) == moved

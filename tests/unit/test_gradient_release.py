@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.optimizers import probes, weight_steps  # noqa: E402
 from kohya_ext.optimizers.host_states import load_as_saved  # noqa: E402
+from kohya_ext.optimizers.master_weights import LOWER, joined, split  # noqa: E402
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding  # noqa: E402
 from kohya_ext.optimizers.weight_steps import RoundedSteps, WeightSteps  # noqa: E402
 from kohya_ext.planning import automatic, memory_savings  # noqa: E402
@@ -140,6 +142,80 @@ def test_small_updates_are_not_lost_in_bf16():
         weights[name] = weight.detach().double()
     assert (weights["nearest"] == 1).all()
     assert weights["stochastic"].mean().item() == pytest.approx(1 - rate * steps, abs=1e-3)
+
+
+# --- master weights --------------------------------------------------------------------------------------------------
+
+
+def test_master_weights_hold_a_float32_but_for_its_last_bit():
+    rounding = StochasticRounding("cpu", 1)
+    torch.manual_seed(1)
+    borders = [0, -(2**31), 0x7F800000, 0x7F7FFFFF, 0x3F808000, 0x3F817FFF, 0x7FFFFFFF, -1, -(2**15)]  # the last three: NaN
+    drawn = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64)
+    values = torch.cat([drawn, torch.tensor(borders)]).to(torch.int32).view(torch.float32)
+    weight, lower = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+    split(values, weight, lower, rounding.bits(values))
+    master, is_number = joined(weight, lower), ~values.isnan()
+    off = master.view(torch.int32).long() - values.view(torch.int32)
+    assert off[is_number].abs().max() == 1
+    assert torch.equal(weight.isnan(), ~is_number)
+    assert torch.equal(master.isnan(), ~is_number)
+
+
+def test_a_master_weight_is_rounded_stochastically():
+    count, value = 200_000, 1 + 2**-10
+    values = torch.full((count,), value)
+    weight, lower = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+    split(values, weight, lower, StochasticRounding("cpu", 7).bits(values))
+    assert set(weight.tolist()) == {1.0, 1 + 2**-7}
+    deviation = (2**-10 * (2**-7 - 2**-10) / count) ** 0.5
+    assert abs(weight.double().mean().item() - value) <= 5 * deviation
+    assert torch.equal(joined(weight, lower), values)
+
+
+@pytest.mark.parametrize("part", [None, 64])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_master_weights_are_those_of_float32_training(kind, part):
+    """But for the last bit of each step; with states in float32, and in parts of an optimizer without states."""
+    kind = kind if part is None else torch.optim.SGD
+    weights = weights_of(torch.bfloat16)
+    exact = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+    optimizers = kind(exact, lr=1e-4, weight_decay=0.1), kind(weights, lr=1e-4, weight_decay=0.1)
+    steps = RoundedSteps(optimizers[1], StochasticRounding("cpu", 1), frozenset(), part, masters=True)
+    steps.reserve(weights)
+    for number in range(5):
+        give_gradients(weights, number)
+        for weight, other in zip(weights, exact, strict=True):
+            other.grad = weight.grad.float()
+            steps.step(weight)
+        for optimizer in optimizers:
+            optimizer.step()
+    for weight, other in zip(weights, exact, strict=True):
+        master = joined(weight.detach(), optimizers[1].state[weight][LOWER])
+        torch.testing.assert_close(master, other.detach(), rtol=5 * 2**-23, atol=1e-9)
+        assert ((weight - master).abs() <= master.abs() * 2**-7).all()
+
+
+def test_lower_bits_are_loaded_with_a_state_and_go_without_the_option():
+    weights = weights_of(torch.bfloat16)
+    optimizers = [torch.optim.AdamW(weights) for _ in range(2)]
+    steps = RoundedSteps(optimizers[0], StochasticRounding("cpu", 1), STATES, None, masters=True)
+    give_gradients(weights, 1)
+    for weight in weights:
+        steps.step(weight)
+    load_as_saved(optimizers[1], optimizers[1].load_state_dict, optimizers[0].state_dict())
+    lower = [[optimizer.state[weight][LOWER] for weight in weights] for optimizer in optimizers]
+    assert all(torch.equal(*pair) and pair[1].any() for pair in zip(*lower, strict=True))
+    RoundedSteps(optimizers[1], _Nearest(), STATES, None)
+    assert not any(LOWER in state for state in optimizers[1].state.values())
+
+
+def test_master_weights_of_an_optimizer_that_changes_weights_between_steps_are_refused(capsys):
+    optimizer = optimizer_of("schedulefree:AdamWScheduleFree", weights_of(torch.bfloat16))
+    accelerator = SimpleNamespace(_optimizers=[SimpleNamespace(optimizer=optimizer)])
+    with pytest.raises(SystemExit):
+        _Release(StochasticRounding("cpu", 1), 0.0, masters=True).before_batch(accelerator)
+    assert "--master_weights cannot be combined with AdamWScheduleFree" in capsys.readouterr().err
 
 
 # --- steps of single weights -----------------------------------------------------------------------------------------
