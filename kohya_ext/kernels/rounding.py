@@ -25,14 +25,13 @@ def joined(weight, lower):
     """Return float32 values of bf16 weights, which are read as float32, and their lower halves, int16."""
     low = lower.to(tl.int32)
     upper = weight.to(tl.int32, bitcast=True) - ((low & 1) << 16)
-    return (upper | (low & 0xFFFE)).to(tl.float32, bitcast=True)
+    return (upper | (low & 0xFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def split(values, random):
     """Return float32 values rounded to those that bf16 has, with 16 random bits each, and their lower halves. NaN stays NaN."""
-    random = random.to(tl.int32)
-    bits = (values.to(tl.int32, bitcast=True) + (random & 1)) & -2
-    is_up = ((bits & 0xFFFE) + (random & 0xFFFE)) >> 16
-    upper = (bits & -65536) + (is_up << 16)
-    return tl.where(values == values, upper.to(tl.float32, bitcast=True), values), (bits | is_up).to(tl.int16)
+    bits = values.to(tl.int32, bitcast=True)
+    upper = (bits + random.to(tl.int32)) & -65536
+    lower = ((bits & -2) | ((upper >> 16) - (bits >> 16))).to(tl.int16)
+    return tl.where(values == values, upper.to(tl.float32, bitcast=True), values), lower

@@ -24,6 +24,7 @@ from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.constraints import (
     CACHED_TEXT,
     CONSTRAINTS,
+    MASTERS,
     PRESERVATION,
     RELEASE,
     VARIANTS,
@@ -304,7 +305,8 @@ def impossible(script: Path, args: Namespace, settings: Settings = _DEFAULTS) ->
     """Yield the problems of the whole run, then of each subset with its own settings from --dataset_config."""
     of_subsets = [constraint for constraint in CONSTRAINTS if constraint.of_subset]
     of_run = [constraint for constraint in CONSTRAINTS if not constraint.of_subset]
-    values = {**vars(args), **{name: settings[name] for name in (VARIANTS, PRESERVATION, RELEASE, "num_processes")}}
+    ours = (VARIANTS, PRESERVATION, RELEASE, MASTERS, "num_processes")
+    values = {**vars(args), **{name: settings[name] for name in ours}}
     yield from _broken(of_run, script, values)
     if not getattr(args, "dataset_config", None):
         yield from _broken(of_subsets, script, values)

@@ -154,7 +154,8 @@ class Run:
     @property
     def has_bf16_weights(self) -> bool:
         """Whether the trained weights of a fine-tune are bf16."""
-        return self.has("full_bf16") or (self.precision == "bf16" and self.script in CASTS_WEIGHTS)
+        ignores = self.family is not None and "full_bf16" in self.family.finetune_ignores
+        return (self.has("full_bf16") and not ignores) or (self.precision == "bf16" and self.script in CASTS_WEIGHTS)
 
     @property
     def accumulation(self) -> int:
@@ -342,7 +343,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "--{option} cannot be combined with --optimizer_type {run.optimizer}, whose step depends on the gradients of "
                "all weights; use AdamW, AdamW8bit or Adafactor"),
     Constraint((MASTERS,), ("full_bf16",), lambda run: not run.has_bf16_weights,
-               "--{option} is for bf16 weights; add --full_bf16 --mixed_precision bf16, or remove it"),
+               "--{option} is for bf16 weights, and {run.script} would train float32 ones; remove it, or use --full_bf16 "
+               "--mixed_precision bf16 with a script that reads them"),
     Constraint((MASTERS,), _OPTIMIZER, lambda run: is_schedule_free(run.values),
                "--{option} cannot be combined with --optimizer_type {run.optimizer}, which changes the weights between steps"),
     Constraint(_OFFLOADED[:1], (), lambda run: run.has("gradient_checkpointing") and not run.offloads,

@@ -100,8 +100,8 @@ def test_explain_shows_the_origin_of_every_value(checkout, call, tmp_path):
     assert rows["learning_rate"] == "3e-05  (mine.toml, over preset sdxl-finetune/base's 1e-05)"
     assert rows["full_bf16"] == "false  (command line, over preset sdxl-finetune/16gb's True)"
     assert rows["cache_latents"] == "true  (preset sdxl-finetune/base)"
-    assert rows["gradient_accumulation_steps"].endswith("  (preset sdxl-finetune/16gb)")
-    key = next(index for index, line in enumerate(lines) if line.startswith("gradient_accumulation_steps = "))
+    assert rows["train_batch_size"].endswith("  (preset sdxl-finetune/16gb)")
+    key = next(index for index, line in enumerate(lines) if line.startswith("train_batch_size = "))
     assert lines[key + 1].startswith("    ")
     assert rows["preset"] == "auto  (command line)"
 

@@ -17,6 +17,7 @@ from kohya_ext.patches.gradient_release import _Release  # noqa: E402
 
 from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.errors import UserError  # noqa: E402
 from kohya_ext.optimizers import probes, weight_steps  # noqa: E402
 from kohya_ext.optimizers.host_states import load_as_saved  # noqa: E402
 from kohya_ext.optimizers.master_weights import LOWER, joined, split  # noqa: E402
@@ -170,7 +171,7 @@ def test_a_master_weight_is_rounded_stochastically():
     assert set(weight.tolist()) == {1.0, 1 + 2**-7}
     deviation = (2**-10 * (2**-7 - 2**-10) / count) ** 0.5
     assert abs(weight.double().mean().item() - value) <= 5 * deviation
-    assert torch.equal(joined(weight, lower), values)
+    torch.testing.assert_close(joined(weight, lower), values, rtol=2**-23, atol=0)
 
 
 @pytest.mark.parametrize("part", [None, 64])
@@ -532,6 +533,35 @@ def test_fine_tunes_with_any_other_optimizer_may_use_it(script, values):
 def test_swapped_blocks_need_steps_during_the_backward_pass():
     (problem,) = options.impossible(Path("flux_train.py"), Namespace(blocks_to_swap=5), Settings())
     assert "or --gradient_release" in problem
+
+
+@pytest.mark.parametrize(
+    ("script", "values", "words"),
+    [
+        ("sdxl_train.py", {"full_bf16": True}, None),
+        ("flux_train.py", {}, None),
+        ("sdxl_train.py", {}, "would train float32 ones"),
+        ("fine_tune.py", {"full_bf16": True}, "would train float32 ones"),
+        ("sdxl_train.py", {"full_bf16": True, "optimizer_type": "AdamWScheduleFree"}, "changes the weights between steps"),
+    ],
+)
+def test_master_weights_are_for_bf16_weights_that_only_steps_change(script, values, words):
+    settings = Settings(gradient_release=True, master_weights=True)
+    problems = [*options.impossible(Path(script), Namespace(mixed_precision="bf16", **values), settings)]
+    assert [each for each in problems if "--master_weights" in each and (words or "") in each] == problems
+    assert bool(problems) is bool(words)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "--master_weights needs --gradient_release"),
+        ({"gradient_release": True, "stochastic_rounding": False}, "cannot be"),
+    ],
+)
+def test_master_weights_without_what_they_need_are_an_error(values, words):
+    with pytest.raises(UserError, match=words):
+        gradient_release._wanted(Settings(master_weights=True, **values))
 
 
 def test_several_processes_are_refused():

@@ -56,8 +56,8 @@ def test_tier_is_resolved_in_the_scripts_family():
 def test_values_of_the_16_gb_fine_tune_preset():
     values = {key: value.value for key, value in preset_files.load(["16gb"], "sdxl_train.py").values.items()}
     assert values["mixed_precision"] == "bf16"
-    assert values["train_batch_size"] == 1
-    assert values["gradient_accumulation_steps"] == 2
+    assert values["train_batch_size"] == 2
+    assert values["master_weights"] is True
     assert values["cache_latents"] is True
     assert values["gradient_checkpointing"] is True
 
@@ -107,8 +107,8 @@ def test_later_preset_overrides_earlier_ones(tmp_path):
     mine.write_text("train_batch_size = 3 # because\n")
     stacked = preset_files.load(["16gb", str(mine)], "sdxl_train.py")
     assert stacked.values["train_batch_size"] == preset_files.Value(3, "because", str(mine))
-    assert stacked.values["gradient_accumulation_steps"].preset == "sdxl-finetune/16gb"
-    assert preset_files.load([str(mine), "16gb"], "sdxl_train.py").values["train_batch_size"].value == 1
+    assert stacked.values["master_weights"].preset == "sdxl-finetune/16gb"
+    assert preset_files.load([str(mine), "16gb"], "sdxl_train.py").values["train_batch_size"].value == 2
 
 
 @pytest.mark.parametrize(
