@@ -2,8 +2,8 @@
 
 bf16 is the upper half of a float32. The model has each value rounded stochastically to bf16, by other random bits in each step:
 so a change that is smaller than the distance of two bf16 values reaches the model on average, too. The optimizer's state has
-the lower half, whose last bit tells whether the weight was rounded up. Together they are the float32 value but for that bit, for
-2 bytes per weight instead of the 4 of a float32 copy. Kahan's sums in bf16 take 2 bytes, too, and keep 8 bits.
+the lower half, whose last bit tells whether the weight was rounded up. Together they are the float32 value but for that bit,
+for 2 bytes per weight instead of the 4 of a float32 copy. Kahan's sums in bf16 take 2 bytes, too, and keep 8 bits.
 
 Sources: Split-SGD-BF16 of D. Kalamkar et al., https://arxiv.org/abs/2005.04680. Kahan's sums for bf16 weights: P. Zamirai et
 al., Revisiting BFloat16 Training, https://arxiv.org/abs/2010.06192.

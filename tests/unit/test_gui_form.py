@@ -89,7 +89,7 @@ def test_every_option_of_a_tier_has_a_field_or_is_set_by_the_preset():
     options = {key for tier in TIERS.values() for key in preset_files.load([tier.name], tier.config.script).values}
     assert {key for key in options if gui_form.lacks(key)} == {
         *("base_precision", "fused_operations", "gradient_checkpointing_ratio", "keep_attention", "speed"),
-        *("gradient_release", "optimizer_states_on_host"),
+        *("gradient_release", "optimizer_states_on_host", "master_weights"),
     }
 
 
