@@ -1,4 +1,4 @@
-"""Tell from which image, or which caption and text encoders, a cache file was made.
+"""Identify of which image, or which caption and text encoders, a cache file was made.
 
 Upstream looks for the names of a file's arrays alone, so it trains on the text encoder outputs of a caption that was edited
 since, or of another checkpoint's text encoders. The index of a folder remembers the source of each file.
@@ -20,7 +20,7 @@ OTHER = "the image, the caption or the text encoders have changed"
 """Why a file is not that of its source."""
 
 _PARTS = 64
-"""Parts of a checkpoint that are read to tell it from another one."""
+"""Parts of a checkpoint that are read to identify it."""
 
 _PART_BYTES = 256
 

@@ -218,9 +218,9 @@ def test_sources_tell_images_captions_limits_and_checkpoints_apart(tmp_path, mon
     image, checkpoint = tmp_path / "a.png", tmp_path / "model.safetensors"
     image.write_bytes(b"pixels")
     info, short, long = SimpleNamespace(absolute_path=str(image), caption="a cat"), Namespace(limit=77), Namespace(limit=227)
-    found = [*sources.of_images([str(image), str(tmp_path / "missing.png")]).items()]
+    images = [*sources.of_images([str(image), str(tmp_path / "missing.png")]).items()]
     image.write_bytes(b"other pixels")
-    found += sources.of_images([str(image)]).items()
+    images += sources.of_images([str(image)]).items()
     texts = [sources.of_texts([info], limits) for limits in (short, long)]
     info.caption = "a dog"
     texts.append(sources.of_texts([info], short))
@@ -229,7 +229,7 @@ def test_sources_tell_images_captions_limits_and_checkpoints_apart(tmp_path, mon
         run = RunRecord("sdxl_train.py", {"pretrained_model_name_or_path": str(checkpoint)})
         monkeypatch.setattr(run_record, "_current", run)
         texts.append(sources.of_texts([info], short))
-    everything = found + [entry for text in texts for entry in text.items()]
+    everything = images + [entry for text in texts for entry in text.items()]
     assert {path for path, _ in everything} == {str(image)}
     assert len({source for _, source in everything}) == len(everything) == 7
 
