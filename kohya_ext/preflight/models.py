@@ -23,7 +23,7 @@ from kohya_ext.sdscripts.families import Family
 #: Arguments that name files to load, other than the model itself.
 OTHERS = (
     *dict.fromkeys(option for family in families.FAMILIES for option in family.files),
-    *("llm_adapter_path", "network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
+    *("llm_adapter_path", *model_files.NETWORKS, "controlnet_model_name_or_path", "weights"),
 )
 
 #: Options of Stable Diffusion's scripts that may name a repository or a Diffusers folder.
@@ -183,10 +183,4 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
 def _other_rank(state: Path, args: Namespace) -> int | None:
     """Return the rank of the LoRA in a state if it differs from ``--network_dim``; None if it matches or is unknown."""
     file = state / "model.safetensors"
-    if not (getattr(args, "network_module", None) or "").startswith("networks.lora") or not file.is_file():
-        return None
-    ranks = [shape[0] for name, shape in read_header(file).shapes.items() if "lora_down" in name and len(shape) in (2, 4)]
-    # block_dims and conv_dim change the rank of some layers, but most have that of --network_dim.
-    usual = max(set(ranks), key=ranks.count, default=None)
-    plain = not any("dim" in pair for pair in getattr(args, "network_args", None) or [])
-    return usual if plain and usual is not None and usual != (args.network_dim or 4) else None
+    return model_files.other_rank(read_header(file).shapes, args) if file.is_file() else None

@@ -597,6 +597,20 @@ def test_state_of_another_rank_is_an_error(tmp_path):
     assert not check(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
 
 
+def test_a_file_to_continue_of_another_rank_or_without_a_network_is_an_error(tmp_path):
+    file = write_lora_state(tmp_path / "cat-state", rank=8) / "model.safetensors"
+    args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "network_weights": str(file)}
+    assert not check(models.check, **args, network_dim=8).errors
+    assert not check(models.check, **args, network_dim=16, dim_from_weights=True).errors
+    (error,) = check(models.check, **args, network_dim=None).errors
+    assert "has rank 8, but --network_dim is 4; use --network_dim 8, or --dim_from_weights" in error
+    assert not check(models.check, **args | {"network_weights": None, "base_weights": [str(file)]}, network_dim=16).errors
+    checkpoint = str(write_safetensors(tmp_path / "sdxl.safetensors", ["conditioner.embedders.1.model.x"]))
+    for option, value in (("network_weights", checkpoint), ("base_weights", [str(file), checkpoint])):
+        (error,) = check(models.check, **args | {"network_weights": None, option: value}, network_dim=8).errors
+        assert f"--{option} {checkpoint} is a checkpoint of SDXL, not a network such as a LoRA" in error
+
+
 def test_state_of_another_script_is_an_error(tmp_path):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     run_record.write(state, run_record.describe("sdxl_train.py", Namespace()), step=3)
