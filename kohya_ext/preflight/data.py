@@ -30,7 +30,7 @@ _SMALL_AREA = 0.25
 
 #: Checks in the index of a folder: an image's is followed by its size and traits, a caption's by the numbers of its tokens.
 #: Increase the numbers when a check changes.
-_IMAGE, _CAPTION = "image3:", "caption2:"
+_IMAGE, _CAPTION = "image3:", "caption3:"
 
 
 class CheckedImage(NamedTuple):
@@ -418,6 +418,7 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings, index
     missing: list[str] = []
     unreadable: list[str] = []
     empty: list[Path] = []
+    blank: list[str] = []
     counts: list[tuple[int, int]] = []
     read: list[tuple[str, str]] = []
     for file in files:
@@ -432,7 +433,9 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings, index
         except OSError:
             missing.append(file.name)
         else:
-            if text:
+            if text and not captions.trained_text(text, wildcards=bool(subset.options.get("enable_wildcard"))):
+                blank.append(caption.name)
+            elif text:
                 clip, words = captions.count_tokens(text)
                 counts.append((clip, words))
                 read.append((str(caption), f"{_CAPTION}{clip}:{words}"))
@@ -444,6 +447,11 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings, index
         findings.errors.append(f"{subset.folder}: captions that are not UTF-8: {abbreviated(unreadable)}")
     if empty:
         findings.errors.append(f"{subset.folder}: empty captions: {abbreviated([caption.name for caption in empty])}")
+    if blank:
+        findings.warnings.append(
+            f"{subset.folder}: {len(blank)} captions train as empty ones, because sd-scripts reads the first line alone, and it "
+            f"is blank: {abbreviated(blank)}"
+        )
     if missing:
         _report_missing(subset, files, missing, findings)
     return counts

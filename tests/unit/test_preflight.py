@@ -421,6 +421,18 @@ def test_missing_captions_are_counted_and_the_other_extension_is_suggested(tmp_p
     assert "--caption_extension .txt" in warning
 
 
+def test_captions_whose_first_line_is_blank_are_a_warning(tmp_path):
+    write_images(tmp_path / "1_cat", *[(64, 64)] * 3)
+    for index, text in enumerate(("\r\na cat\r\n", " \n", "a cat\n\n")):
+        (tmp_path / "1_cat" / f"{index}.txt").write_bytes(text.encode())
+    for caching in ({}, {"cache_latents_to_disk": True}):  # with caches, sound captions are remembered
+        (warning,) = check(data.check, train_data_dir=str(tmp_path), **ARGS, **caching).warnings
+        assert "2 captions train as empty ones" in warning
+        assert warning.endswith("blank: 0.txt, 1.txt")
+    (warning,) = check(data.check, train_data_dir=str(tmp_path), **ARGS, enable_wildcard=True).warnings
+    assert warning.endswith("blank: 1.txt")
+
+
 def test_dataset_config_is_read(tmp_path):
     write_images(tmp_path / "cats")
     config = tmp_path / "data.toml"

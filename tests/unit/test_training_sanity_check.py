@@ -49,7 +49,10 @@ OWN = {"lora_unet_double_blocks_0.alpha", "lora_te1_layers_0.alpha"}
         ({"lora_unet_double_blocks_0.alpha"}, ""),
         ({"lora_te1_layers_0.alpha"}, ""),
         ({*OWN, "lora_te3_layers_0.alpha"}, "1 of 3 weights"),
-        ({"lora_unet_input_blocks_1.alpha", "lora_te1_layers_0.alpha"}, "it is for another model or another program"),  # CLIP-L is in both
+        (
+            {"lora_unet_input_blocks_1.alpha", "lora_te1_layers_0.alpha"},
+            "it is for another model or another program",
+        ),  # CLIP-L is in both
         ({"lora_unet_input_blocks_1.alpha"}, "it is for another model or another program"),
     ],
 )
