@@ -449,8 +449,8 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings, index
         findings.errors.append(f"{subset.folder}: empty captions: {abbreviated([caption.name for caption in empty])}")
     if blank:
         findings.warnings.append(
-            f"{subset.folder}: {len(blank)} captions train as empty ones, because sd-scripts reads the first line alone, and it "
-            f"is blank: {abbreviated(blank)}"
+            f"{subset.folder}: {len(blank)} captions train as empty ones, because sd-scripts reads the first line alone, and "
+            f"it is blank: {abbreviated(blank)}"
         )
     if missing:
         _report_missing(subset, files, missing, findings)

@@ -175,9 +175,9 @@ def _check_scheduler(args: Namespace, findings: Findings) -> None:
             _check_parameters(kind, getattr(args, "lr_scheduler_args", None), f"--lr_scheduler_args: {custom}", findings)
         return
     name = getattr(args, "lr_scheduler", None)
-    if name and not name.startswith("adafactor") and name not in SCHEDULERS:
+    if name is not None and not name.startswith("adafactor") and name not in SCHEDULERS:
         findings.errors.append(
-            f"unknown --lr_scheduler {name}; use one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
+            f"unknown --lr_scheduler {name!r}; use one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
             + did_you_mean(name, SCHEDULERS)
         )
     elif name and getattr(args, "lr_scheduler_args", None) and (function := _scheduler_function(name)) is not None:
@@ -206,6 +206,11 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
     for pair in getattr(args, "network_args", None) or []:
         if "=" not in pair:
             findings.errors.append(f"--network_args: {pair!r} must be name=value")
+        elif re.search(r"\s\w+=", pair):
+            words = pair.split()
+            findings.errors.append(
+                f"--network_args: {pair!r} is a single value; write {' '.join(words)} without quotes, or in a file {words}"
+            )
         elif name.startswith("networks.") and (words := _words_of(script.parent, name)):
             argument = pair.partition("=")[0]
             if argument not in words:

@@ -1050,6 +1050,21 @@ def test_network_args_that_the_network_ignores_are_a_warning(tmp_path):
     assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
 
 
+def test_network_args_in_one_pair_of_quotes_are_an_error():
+    args = {"network_module": "networks.lora", "network_args": ["conv_dim=4 conv_alpha=1"]}
+    errors = check(options.check, **args).errors
+    assert any(
+        error.endswith("write conv_dim=4 conv_alpha=1 without quotes, or in a file ['conv_dim=4', 'conv_alpha=1']")
+        for error in errors
+    )
+
+
+@pytest.mark.parametrize("name", ["", "None"])
+def test_the_name_of_no_schedule_is_an_error(name):
+    errors = check(options.check, lr_scheduler=name).errors
+    assert any(error.startswith(f"unknown --lr_scheduler {name!r}; use one of linear") for error in errors)
+
+
 @pytest.mark.parametrize(
     ("script", "module", "fails"),
     [
