@@ -96,8 +96,8 @@ def _in_files(args: Namespace, own: set[str]) -> Iterator[str]:
     if file and (names := _names(file)):
         if _is_of_another_model(names, own):
             yield (
-                f"--network_weights {file} has no weight of the network, which would start from zero; it is for another model or "
-                "another program"
+                f"--network_weights {file} has no weight of the network, which would start from zero; it is for another model "
+                "or another program"
             )
         elif left_out := names - own:
             warn(f"{len(left_out)} of {len(names)} weights in {file} are not in the network and are left out")
