@@ -445,6 +445,19 @@ def test_dataset_config_is_read(tmp_path):
     assert "dogs does not exist" in error
 
 
+def test_a_dataset_config_without_resolution_or_metadata_is_an_error(tmp_path):
+    write_images(tmp_path / "cats")
+    config = tmp_path / "data.toml"
+    subset = f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = {str(tmp_path / 'cats')!r}\ncaption_extension = '.txt'\n"
+    config.write_text(subset)
+    (error,) = check(data.check, dataset_config=str(config), max_train_steps=3).errors
+    assert error.endswith("data.toml: no resolution; add resolution = 1024 to each [[datasets]]")
+    assert not check(data.check, dataset_config=str(config), max_train_steps=3, resolution="64").errors
+    config.write_text(f"{subset}metadata_file = 'missing.json'\n")
+    (error,) = check(data.check, dataset_config=str(config), max_train_steps=3).errors
+    assert error.endswith("the metadata_file missing.json does not exist")
+
+
 def test_parent_of_a_subset_folder_is_suggested(tmp_path):
     write_images(tmp_path / "2_sks")
     (error,) = check(data.check, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
