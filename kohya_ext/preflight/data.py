@@ -135,7 +135,7 @@ def subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subse
         "resolution": _resolution(args, findings),
         "options": vars(args),
     }
-    if getattr(args, "in_json", None):
+    if getattr(args, "in_json", None) is not None:
         common["repeats"] = getattr(args, "dataset_repeats", None) or 1
         yield from _metadata_subset(Path(folder), Path(args.in_json), common, findings)
         return

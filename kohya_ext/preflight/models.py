@@ -29,6 +29,9 @@ OTHERS = (
 #: Options of Stable Diffusion's scripts that may name a repository or a Diffusers folder.
 _REPOSITORIES = (MODEL, "vae", "controlnet_model_name_or_path")
 
+#: Options whose empty value sd-scripts does not take for a missing one.
+_OPENED = ("vae", *model_files.NETWORKS)
+
 #: Options that may name a folder with a model of transformers.
 _FOLDERS = ("qwen3",)
 
@@ -52,7 +55,9 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
             continue
         value = getattr(args, option, None)
         for file in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(file, str) and file and (header := _header(file, option, family, findings)) is not None:
+            if file == "" and option in _OPENED:
+                findings.errors.append(f"--{option} is empty, and the script would open a file without a name; remove it")
+            elif isinstance(file, str) and file and (header := _header(file, option, family, findings)) is not None:
                 model_files.check_file(script, args, option, Path(file), header.shapes, findings)
                 _check_stored_weights(script, args, Path(file), header, settings, findings)
     findings.errors.extend(model_files.missing_options(script, args, model))
@@ -91,7 +96,7 @@ def _header(name: str, option: str, family: Family | None, findings: Findings) -
 
 def _may_be_repository(path: Path, name: str, option: str, family: Family | None) -> bool:
     """Return whether a name of no file may be a repository on the Hugging Face Hub: ``owner/name``."""
-    if path.suffix in (".safetensors", ".sft", ".ckpt", ".pt", ".pth") or path.is_absolute() or name.count("/") > 1:
+    if path.suffix in (".safetensors", ".sft", ".ckpt", ".pt", ".pth") or path.is_absolute() or name.count("/") != 1:
         return False
     return option in _REPOSITORIES and (family is None or family.unet)
 

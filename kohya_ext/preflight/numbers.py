@@ -78,6 +78,9 @@ _IN_DATASETS = {"batch_size": "train_batch_size"}
 def problems(script: Path, args: Namespace) -> Iterator[str]:
     """Yield one message per invalid number among a script's arguments."""
     yield from _outside(script, vars(args), "--")
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value) and name not in BOUNDS:
+            yield f"--{name} {value:g} is not a number to train with; correct or remove it"
     yield from _ranks(args)
     if _workers(args) == 0 and getattr(args, "persistent_data_loader_workers", False):
         yield ("--persistent_data_loader_workers has no workers to keep alive; use --max_data_loader_n_workers 1 or more")

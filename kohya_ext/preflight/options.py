@@ -16,9 +16,9 @@ from typing import Any
 
 from kohya_ext.compiling.support import ignored_dynamo_backend
 from kohya_ext.config import sample_prompts
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Settings, variables
 from kohya_ext.config.user_files import read_dataset_config, subsets
-from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext.errors import UserError, did_you_mean, one_letter_off
 from kohya_ext.preflight import Findings, deepspeed, given, numbers
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.constraints import (
@@ -83,6 +83,10 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings 
         _check_text_encoder_rate(script, args, findings)
     for option in ("optimizer_args", "lr_scheduler_args"):
         _read_pairs(getattr(args, option, None), f"--{option}", findings)
+    _check_tracker(args, findings)
+    for variable in sorted(os.environ.keys() - variables()):
+        if near := next((known for known in variables() if one_letter_off(variable, known)), None):
+            findings.warnings.append(f"no option is set by the environment variable {variable}. Did you mean {near}?")
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
         findings.notes.append(ignored)
     _check_samples(script, args, findings)
@@ -220,6 +224,15 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
                 )
 
 
+def _check_tracker(args: Namespace, findings: Findings) -> None:
+    """Check that the tracker is installed and has a folder, without which a run ends when its accelerator is made."""
+    tracker = getattr(args, "log_with", None)
+    if tracker in ("wandb", "all"):
+        _check_package("wandb", f"--log_with {tracker}", findings)
+    if tracker in ("tensorboard", "all") and getattr(args, "logging_dir", None) is None:
+        findings.errors.append(f"--log_with {tracker} needs --logging_dir FOLDER")
+
+
 def _check_samples(script: Path, args: Namespace, findings: Findings) -> None:
     """Check that the prompts of sample images can be read, and that they have a seed where the script needs one."""
     asked = next(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"), None)
@@ -289,11 +302,14 @@ def _check_parameters(kind: Any, pairs: Iterable[str] | None, label: str, findin
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for name in (pair.partition("=")[0] for pair in pairs or []):
+    for pair in pairs or []:
+        name, _, value = pair.partition("=")
         if name == "lr":
             findings.errors.append(f"{label}: lr is given twice; remove it, --learning_rate sets it")
         elif name not in parameters:
             findings.errors.append(f"{label} does not accept {name}.{did_you_mean(name, parameters)}")
+        elif isinstance(parameters[name].default, (int, float)) and re.fullmatch(r"\d+,\d+", value):
+            findings.errors.append(f"{label}: {pair} is a pair of numbers; write {pair.replace(',', '.')}")
 
 
 # --- combinations ----------------------------------------------------------------------------------------------------

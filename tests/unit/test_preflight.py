@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import struct
@@ -20,7 +21,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
 from kohya_ext.config.training_command import Question
 from kohya_ext.installed_gpus import InstalledGpu
-from kohya_ext.preflight import captions, data, hub, models, options, output
+from kohya_ext.preflight import captions, data, hub, models, numbers, options, output
 from kohya_ext.run import run_record
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts import families
@@ -622,6 +623,13 @@ def test_state_of_another_rank_is_an_error(tmp_path):
     assert not check(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
 
 
+@pytest.mark.parametrize("option", ["vae", "network_weights"])
+@pytest.mark.parametrize("value", ["", "None", r"folder\x", "folder"])
+def test_a_file_that_has_no_name_or_is_no_repository_is_an_error(option, value):
+    (error,) = check(models.check, pretrained_model_name_or_path="a/b", **{option: value}).errors
+    assert error.startswith(f"--{option} {value or 'is empty'}")
+
+
 def test_a_file_to_continue_of_another_rank_or_without_a_network_is_an_error(tmp_path):
     file = write_lora_state(tmp_path / "cat-state", rank=8) / "model.safetensors"
     args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "network_weights": str(file)}
@@ -1061,6 +1069,37 @@ def test_network_args_that_the_network_ignores_are_a_warning(tmp_path):
     options.check(script, args, findings)
     (warning,) = findings.warnings
     assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
+
+
+def test_a_decimal_comma_in_optimizer_args_is_an_error():
+    pytest.importorskip("torch")
+    args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0,1", "betas=0.9,0.99"]}
+    errors = [error for error in check(options.check, **args).errors if "optimizer_args" in error]
+    assert errors == ["--optimizer_args: AdamW: weight_decay=0,1 is a pair of numbers; write weight_decay=0.1"]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "all", "tensorboard"])
+def test_a_tracker_that_cannot_be_made_is_an_error(tracker, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    errors = " ".join(check(options.check, log_with=tracker).errors)
+    assert ("pip install wandb" in errors) == (tracker != "tensorboard")
+    assert ("needs --logging_dir FOLDER" in errors) == (tracker != "wandb")
+    assert "--logging_dir" not in " ".join(check(options.check, log_with=tracker, logging_dir=str(tmp_path)).errors)
+
+
+def test_a_variable_that_is_misspelt_is_a_warning(monkeypatch):
+    monkeypatch.setenv("KOHYA_EXT_PRESETS", "16gb")
+    monkeypatch.setenv("KOHYA_EXT_CACHE", "cache")
+    (warning,) = check(options.check).warnings
+    assert warning.endswith("KOHYA_EXT_PRESETS. Did you mean KOHYA_EXT_PRESET?")
+
+
+def test_a_number_that_is_none_is_an_error():
+    errors = [
+        *numbers.problems(Path("sdxl_train.py"), Namespace(noise_offset=math.nan, learning_rate=math.nan, network_alpha=1.0))
+    ]
+    assert len(errors) == 2
+    assert "--noise_offset nan is not a number to train with; correct or remove it" in errors
 
 
 def test_network_args_in_one_pair_of_quotes_are_an_error():
