@@ -52,9 +52,11 @@ _PACKAGES = ("Packages", "Data/Packages")
 
 _PYTHONS = ("bin/python", "Scripts/python.exe", "python.exe")
 
+#: On Windows pip leaves folders such as ~orch-2.0.dist-info, of which it was interrupted or refused to remove the files.
 _DESCRIBE = """
 import importlib.metadata as m, json, sys, sysconfig
-packages = {d.metadata["Name"]: d.version for d in m.distributions() if d.metadata["Name"]}
+found = [d for d in m.distributions() if not getattr(getattr(d, "_path", None), "name", "").startswith("~")]
+packages = {d.metadata["Name"]: d.version for d in found if d.metadata["Name"]}
 print(json.dumps([list(sys.version_info[:2]), sysconfig.get_path("purelib"), packages, "site" in sys.modules]))
 """
 

@@ -194,6 +194,17 @@ def test_embedded_python_that_reads_no_pth_says_what_to_change(tmp_path, monkeyp
         host.environment(tmp_path)
 
 
+def test_what_pip_has_left_of_a_package_does_not_count(tmp_path, monkeypatch):
+    for folder, name in (("~ich-1.0.dist-info", "leftover"), ("whole-1.0.dist-info", "whole"), ("empty-1.0.dist-info", "")):
+        (tmp_path / folder).mkdir()
+        if name:
+            (tmp_path / folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    packages = host._describe(Path(sys.executable))[2]
+    assert packages["whole"] == "1.0"
+    assert "leftover" not in packages
+
+
 def test_problems_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no Python environment in .* --for PATH_TO/python"):
         host.environment(tmp_path)
