@@ -112,7 +112,11 @@ def _pythons(folder: Path) -> Iterator[Path]:
 def _describe(python: Path) -> tuple[Sequence[int], str, dict[str, str], bool]:
     try:
         done = subprocess.run([str(python), "-c", _DESCRIBE], capture_output=True, text=True, timeout=120, check=True)
-        version, site_packages, packages, reads_pth = json.loads(done.stdout)
+        # The environment's own startup files may print lines before it.
+        version, site_packages, packages, reads_pth = json.loads(next(reversed(done.stdout.splitlines()), ""))
+    except subprocess.CalledProcessError as error:  # its message would be the program
+        reason = next(reversed(error.stderr.splitlines()), f"exit code {error.returncode}")
+        raise UserError(f"{python} does not work as a Python: {reason}") from None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(f"{python} does not work as a Python: {error}") from None
     return version, site_packages, packages, reads_pth

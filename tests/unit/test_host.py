@@ -205,6 +205,18 @@ def test_what_pip_has_left_of_a_package_does_not_count(tmp_path, monkeypatch):
     assert "leftover" not in packages
 
 
+@pytest.mark.linux("a program of the shell")
+def test_a_python_that_prints_lines_or_does_not_start_is_described(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "a startup file prints"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert host._describe(python)[0] == list(sys.version_info[:2])
+    for program, reason in (("echo No Python at C: >&2; exit 103", "No Python at C:"), ("exit 3", "exit code 3")):
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        with pytest.raises(UserError, match=f"does not work as a Python: {reason}$"):
+            host._describe(python)
+
+
 def test_problems_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no Python environment in .* --for PATH_TO/python"):
         host.environment(tmp_path)
