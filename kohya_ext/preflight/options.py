@@ -59,6 +59,12 @@ _ADAPTIVE = ("prodigy", "dadapt")
 #: Optimizers whose steps are about as large as the learning rate.
 _SIGNED = ("adam", "lion")
 
+#: Schedule that needs arguments -> the option that may replace them, and an example.
+_NEEDED = {
+    "cosine_with_min_lr": ("lr_scheduler_min_lr_ratio", "--lr_scheduler_min_lr_ratio 0.1"),
+    "piecewise_constant": ("", "--lr_scheduler_args \"step_rules='1:1000,0.1'\""),
+}
+
 SCHEDULERS = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "piecewise_constant"),
     *("inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay"),
@@ -76,6 +82,8 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings 
     """Check optimizer, scheduler and network, then the combinations of arguments."""
     _check_optimizer(args, findings)
     _check_rates(args, findings)
+    if _NETWORK in script.name:
+        findings.errors.extend(_different_rates(args))
     if not is_schedule_free(vars(args)):
         _check_scheduler(args, findings)
     if _NETWORK in script.name:
@@ -153,6 +161,19 @@ def _check_rates(args: Namespace, findings: Findings) -> None:
         )
 
 
+def _different_rates(args: Namespace) -> Iterator[str]:
+    """Yield a message for rates that Prodigy and D-Adaptation refuse at the first step: others than 0 and one more."""
+    name = (getattr(args, "optimizer_type", None) or "").rpartition(".")[2]
+    if not (name.lower() == "prodigy" or name.startswith("DAdapt")) or getattr(args, "network_train_unet_only", False):
+        return
+    common = getattr(args, "learning_rate", None)
+    rates = [common if (rate := getattr(args, key, None)) in (None, []) else rate for key in _RATES[1:]]
+    each = {rate for value in rates for rate in (value if isinstance(value, list) else [value]) if rate}
+    if len(each) > 1:
+        shown = ", ".join(f"{rate:g}" for rate in sorted(each))
+        yield f"{name} needs the same learning rate for all weights, or 0, not {shown}; give --learning_rate 1 alone"
+
+
 def _check_text_encoder_rate(script: Path, args: Namespace, findings: Findings) -> None:
     """Warn about a rate of 0 that does not freeze the text encoders: their gradients add up, and count in the norm of all."""
     family = families.of(script.name, vars(args))
@@ -184,8 +205,11 @@ def _check_scheduler(args: Namespace, findings: Findings) -> None:
             f"unknown --lr_scheduler {name!r}; use one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
             + did_you_mean(name, SCHEDULERS)
         )
-    elif name and getattr(args, "lr_scheduler_args", None) and (function := _scheduler_function(name)) is not None:
-        _check_parameters(function, args.lr_scheduler_args, f"--lr_scheduler_args: {name}", findings)
+    elif name and getattr(args, "lr_scheduler_args", None):
+        if (function := _scheduler_function(name)) is not None:
+            _check_parameters(function, args.lr_scheduler_args, f"--lr_scheduler_args: {name}", findings)
+    elif name in _NEEDED and getattr(args, _NEEDED[name][0], None) is None:
+        findings.errors.append(f"--lr_scheduler {name} needs {_NEEDED[name][1]}")
 
 
 def _scheduler_function(name: str) -> Any:

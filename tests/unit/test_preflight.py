@@ -1102,6 +1102,28 @@ def test_a_number_that_is_none_is_an_error():
     assert "--noise_offset nan is not a number to train with; correct or remove it" in errors
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"lr_scheduler": "cosine_with_min_lr"}, "--lr_scheduler cosine_with_min_lr needs --lr_scheduler_min_lr_ratio 0.1"),
+        ({"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_min_lr_ratio": 0.1}, None),
+        ({"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_args": ["min_lr=1e-6"]}, None),
+        ({"lr_scheduler": "piecewise_constant"}, "piecewise_constant needs --lr_scheduler_args"),
+        ({"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ["step_rules='1:2,0.1'"]}, None),
+        ({"optimizer_type": "prodigy", "learning_rate": 1.0, "text_encoder_lr": [0.5]}, "or 0, not 0.5, 1; give"),
+        ({"optimizer_type": "prodigy", "learning_rate": 1.0, "text_encoder_lr": [0.0, 1.0]}, None),
+        ({"optimizer_type": "DAdaptation", "learning_rate": 1.0, "unet_lr": 0.5, "text_encoder_lr": 0.5}, None),
+        ({"optimizer_type": "AdamW", "learning_rate": 1.0, "text_encoder_lr": [0.5]}, None),
+        ({"min_timestep": 900, "max_timestep": 100}, "each step would train timestep 100"),
+        ({"min_timestep": 100, "max_timestep": 100}, None),
+    ],
+)
+def test_schedules_rates_and_timesteps_that_end_a_run_are_errors(args, expected):
+    errors = " ".join(check(options.check, network_module="networks.lora", **args).errors)
+    messages = ("needs --lr", "needs the same", "is above")
+    assert expected in errors if expected else not any(message in errors for message in messages)
+
+
 def test_network_args_in_one_pair_of_quotes_are_an_error():
     args = {"network_module": "networks.lora", "network_args": ["conv_dim=4 conv_alpha=1"]}
     errors = check(options.check, **args).errors
