@@ -204,6 +204,7 @@ def test_auto_resumes_the_newest_state_of_this_run_only(tmp_path, capsys):
 
 
 def test_auto_resumes_the_last_save_although_the_clock_was_set_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_record, "_current", None)
     monkeypatch.setattr(run_record, "_last_saved", 0.0)
     run, states = describe(), {}
     for step, hours in ((3, 0), (6, 2), (9, 1), (12, 0.5)):
