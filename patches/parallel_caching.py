@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kohya_ext.caching import sources
 from kohya_ext.caching.checks import NOT_FINITE, Check, is_finite, latents_problem, outputs_problem, state_of
 from kohya_ext.caching.threads import Writer, default_workers, in_order
 from kohya_ext.config.settings import Option, Settings, whole_number
@@ -102,6 +103,7 @@ def _cache_latents(original: Any, settings: Settings) -> Any:
             partial(latents_problem, strategy),
             state_of(strategy, "is_disk_cached_latents_expected"),
             position=1,
+            sources=_sources_of_latents(strategy, images),
         )
         with ThreadPoolExecutor(workers, "kohya_ext-images") as pool:
             if _is_checked(strategy):
@@ -113,6 +115,15 @@ def _cache_latents(original: Any, settings: Settings) -> Any:
                 _cache_batches(batches, model, accelerator, strategy, check, modules, pool, workers)
 
     return new_cache_latents
+
+
+def _sources_of_latents(strategy: Any, images: Sequence[Image]) -> dict[str, str]:
+    """Return path of a cache file -> its image as it is now."""
+    if not strategy.cache_to_disk:
+        return {}
+    own = [info for info in images if info.latents_npz is None]
+    paths = {info.absolute_path: strategy.get_latents_npz_path(info.absolute_path, info.image_size) for info in own}
+    return sources.by_cache(sources.of_images(paths), paths)
 
 
 def _count(settings: Settings, accelerator: Any) -> int:
@@ -145,7 +156,7 @@ def _check_latents(dataset: Any, images: list[Image], strategy: Any, accelerator
 
 
 def _run_checks(check: Check, strategy: Any, arguments: Sequence[tuple[Any, ...]], ending: str, pool: Any) -> None:
-    """Run checks in threads; report the rejected files, and remove the unreadable ones whose stem has this ending.
+    """Run checks in threads; report the rejected files, and remove the unusable ones whose stem has this ending.
 
     Upstream reads an existing file before it adds latents of another size to it. An unreadable file of another name, which
     may not be a cache, is left to upstream, which ends with an error.
@@ -158,7 +169,7 @@ def _run_checks(check: Check, strategy: Any, arguments: Sequence[tuple[Any, ...]
         list(pool.map(lambda args: check(*args), unknown))
     if check.rejected:
         note(check.summary())
-    for path in check.unreadable:
+    for path in check.unusable:
         if os.path.splitext(path)[0].endswith(ending):
             with contextlib.suppress(OSError):  # another run has removed it, or has it open on Windows
                 os.remove(path)
@@ -291,7 +302,7 @@ def _record(check: Check, *args: Any) -> str:
     except OSError:  # another run replaces it; the next start checks it
         return ""
     if problem == "":
-        check.index.add(args[check.position], check.id(*args))
+        check.record(*args)
     return problem or ""  # a file that must be created is created at the next start
 
 
@@ -322,15 +333,19 @@ def _cache_text_encoder_outputs(original: Any, settings: Settings) -> Any:
         modules = _upstream()
         strategy = None if modules is None else modules.strategies.TextEncoderOutputsCachingStrategy.get_strategy()
         workers = _count(settings, accelerator)
-        if strategy is None or not strategy.cache_to_disk or not workers or _share_files(images):
+        if modules is None or strategy is None or not strategy.cache_to_disk or not workers or _share_files(images):
             original(self, models, accelerator)
             return
+        paths = {info.absolute_path: strategy.get_outputs_npz_path(info.absolute_path) for info in images}
+        index = FileIndex()
         check = Check(
-            FileIndex(),
+            index,
             strategy.is_disk_cached_outputs_expected,
             partial(outputs_problem, strategy),
             state_of(strategy, "is_disk_cached_outputs_expected"),
             position=0,
+            sources=sources.by_cache(sources.of_texts(images, modules.strategies.TokenizeStrategy.get_strategy()), paths),
+            outdated=sources.older_than_captions(_captions_of_unknown(self, images, paths, index)),
         )
         if _is_checked(strategy):
             own = images[accelerator.process_index :: accelerator.num_processes]
@@ -347,7 +362,7 @@ def _cache_text_encoder_outputs(original: Any, settings: Settings) -> Any:
                 save(file, *args, **arrays)
                 # The arrays instead of the file: their own strategy has just written them.
                 if all(map(is_finite, map(np.asarray, (*args, *arrays.values())))):
-                    check.index.add(file, check.id(file))
+                    check.record(file)
                 else:
                     unusable.append(f"{file} ({NOT_FINITE})")
 
@@ -365,6 +380,17 @@ def _cache_text_encoder_outputs(original: Any, settings: Settings) -> Any:
             warn(f"cached text encoder outputs cannot be trained on: {unusable[0]} and {len(unusable) - 1} more")
 
     return new_cache_text_encoder_outputs
+
+
+def _captions_of_unknown(dataset: Any, images: list[Image], paths: dict[str, str], index: FileIndex) -> dict[str, str]:
+    """Return path of a cache file without a record of its source, as upstream writes it -> the file of its caption."""
+    captions = {}
+    for info in images:
+        path = paths[info.absolute_path]
+        extension = getattr(dataset.image_to_subset.get(info.image_key), "caption_extension", None)
+        if extension and index.exists(path) and not sources.recorded(index.passed(path)):
+            captions[path] = os.path.splitext(info.absolute_path)[0] + extension
+    return captions
 
 
 def _by_image(items: Iterable[Any], **options: Any) -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Check at the first step that exactly the intended weights are trained.
 
 Upstream finishes each of these runs, and the saved file has no effect or a wrong one: a network that matches no module of the
-U-Net, a learning rate of zero, the base model in the optimizer along with the LoRA, adapters on another device, weights
-without gradients, or several processes that do not communicate or step before they do.
+U-Net, or no weight of the file that it continues, a learning rate of zero, the base model in the optimizer along with the LoRA,
+adapters on another device, weights without gradients, or several processes that do not communicate or step before they do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.settings import Settings
@@ -21,6 +22,7 @@ from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, t
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.preflight import abbreviated
 from kohya_ext.run import ranks
+from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts.constraints import stepping_in_backward
 
 #: Starts of the names of weights that may have no gradient. SDXL, Lumina 2 and --clip_skip do not use the last layers of text
@@ -81,10 +83,41 @@ class _Check(TrainingCallback):
         half = {str(weight.dtype) for weight in networks[0].parameters() if weight.dtype.itemsize == 2}
         if half and not getattr(self.args, "full_bf16", False) and not getattr(self.args, "full_fp16", False):
             warn(f"the network's weights are {', '.join(half)}: small updates are lost to rounding; use float32")
+        yield from _in_files(self.args, {*networks[0].state_dict()})
         own = {id(weight) for weight in networks[0].parameters()}
         foreign = sum(id(weight) not in own for weight in _in_optimizer(accelerator))
         if foreign:
             yield f"{foreign} weights of the base model are in the optimizer; they would be trained but not saved"
+
+
+def _in_files(args: Namespace, own: set[str]) -> Iterator[str]:
+    """Yield a problem if the network continues a file of which it has no weight. Upstream ignores names that do not match."""
+    file = getattr(args, "network_weights", None)
+    if file and (names := _names(file)):
+        if _is_of_another_model(names, own):
+            yield (
+                f"--network_weights {file} has no weight of the network, which would start from zero; it is for another model "
+                "or another program"
+            )
+        elif left_out := names - own:
+            warn(f"{len(left_out)} of {len(names)} weights in {file} are not in the network and are left out")
+    for file in getattr(args, "base_weights", None) or ():
+        if (names := _names(file)) and _is_of_another_model(names, own):
+            warn(f"--base_weights {file} has no weight of a network for this model, so probably nothing of it was merged")
+
+
+def _is_of_another_model(names: set[str], own: set[str]) -> bool:
+    """Return whether a file has no weight of a network, apart from text encoders, which several models share."""
+    main, its = ({name for name in each if not name.startswith("lora_te")} for each in (names, own))
+    return main.isdisjoint(its) if main and its else names.isdisjoint(own)
+
+
+def _names(file: str) -> set[str]:
+    """Return the names of a file's tensors; empty for another format than safetensors."""
+    try:
+        return {*read_header(Path(file)).shapes}
+    except (OSError, ValueError):
+        return set()
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Check:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kohya_ext.caching import sources
 from kohya_ext.preflight import abbreviated
 from kohya_ext.run.file_index import FileIndex, check_id
 from kohya_ext.sdscripts.fingerprints import fingerprint
@@ -52,34 +53,58 @@ class Check:
     """Everything else on which the results depend."""
     position: int
     """Index of the path in the arguments."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Path -> of what the file has to be made; see :mod:`kohya_ext.caching.sources`. A file without a record is accepted."""
+    outdated: Collection[str] = ()
+    """Paths of files without a record that are older than what they were made of."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Path -> why the file is written again."""
-    unreadable: list[str] = field(default_factory=list)
-    """Paths of truncated or damaged files."""
+    unusable: list[str] = field(default_factory=list)
+    """Paths of truncated or damaged files, and of those of another source: nothing in them may be kept."""
     _ids: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def is_known(self, *args: Any) -> bool:
         """Return whether the index has the result: the file has passed, or it did not exist."""
         path: str = args[self.position]
-        return not self.index.exists(path) or self.index.has_passed(path, self.id(*args))
+        return not self.index.exists(path) or self.index.passed(path) >= self._entries(*args)
 
     def __call__(self, *args: Any) -> bool:
         """Return whether training can use a file. Reads the file only if the index does not have the result."""
         path: str = args[self.position]
         if self.is_known(*args):
             return self.index.exists(path)
-        try:
-            problem = self.read(*args)
-        except Exception as error:  # zipfile, zlib and numpy raise many kinds for a damaged file
-            problem = f"damaged: {type(error).__name__}"
-            self.unreadable.append(path)
+        passed = self.index.passed(path)
+        problem: str | None = self._other_source(path)
+        if problem:
+            self.unusable.append(path)
+        elif self.id(*args) not in passed:
+            try:
+                problem = self.read(*args)
+            except Exception as error:  # zipfile, zlib and numpy raise many kinds for a damaged file
+                problem = f"damaged: {type(error).__name__}"
+                self.unusable.append(path)
         if problem is None:
             return False
         if problem:
             self.rejected[path] = problem
             return False
-        self.index.add(path, self.id(*args))
+        self.index.add_all((path, entry) for entry in self._entries(*args) - passed)
         return True
+
+    def record(self, *args: Any) -> None:
+        """Record that a new file has passed, and of what it was made."""
+        self.index.add_all((args[self.position], entry) for entry in self._entries(*args))
+
+    def _entries(self, *args: Any) -> set[str]:
+        """Return the entries that the index has for a file that has passed."""
+        path = args[self.position]
+        return {self.id(*args), *([self.sources[path]] if path in self.sources else [])}
+
+    def _other_source(self, path: str) -> str:
+        """Return why a file is of another source; empty if it is not, or if that is not known."""
+        recorded = sources.recorded(self.index.passed(path))
+        is_other = path in self.sources and self.sources[path] not in recorded if recorded else path in self.outdated
+        return sources.OTHER if is_other else ""
 
     def read(self, *args: Any) -> str | None:
         """Return why a file cannot be trained on, empty if it can; None if upstream's check finds that it must be created."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from kohya_ext.config import gui_files, preset_conflicts
 from kohya_ext.config.command_line import CommandLine
@@ -203,8 +203,8 @@ def _find_item_problem(action: argparse.Action, key: str, item: object) -> Probl
     if kind is int:
         if number and isinstance(item, int) and not isinstance(item, bool):
             return None
-        whole = number and float(cast(Any, item)).is_integer()  # Python treats 4.0 and true as 4 and 1
-        return Problem(f"{key} must be a whole number without quotes, not {item!r}", not whole)
+        # Python treats true as 1, but ends with a TypeError where it counts to 4.0.
+        return Problem(f"{key} must be a whole number without quotes, not {item!r}", not isinstance(item, bool))
     if kind is float:
         right = number and not isinstance(item, bool)
         return None if right else Problem(f"{key} must be a number without quotes, not {item!r}", not number)

@@ -52,9 +52,11 @@ _PACKAGES = ("Packages", "Data/Packages")
 
 _PYTHONS = ("bin/python", "Scripts/python.exe", "python.exe")
 
+#: On Windows pip leaves folders such as ~orch-2.0.dist-info, of which it was interrupted or refused to remove the files.
 _DESCRIBE = """
 import importlib.metadata as m, json, sys, sysconfig
-packages = {d.metadata["Name"]: d.version for d in m.distributions() if d.metadata["Name"]}
+found = [d for d in m.distributions() if not getattr(getattr(d, "_path", None), "name", "").startswith("~")]
+packages = {d.metadata["Name"]: d.version for d in found if d.metadata["Name"]}
 print(json.dumps([list(sys.version_info[:2]), sysconfig.get_path("purelib"), packages, "site" in sys.modules]))
 """
 
@@ -110,7 +112,11 @@ def _pythons(folder: Path) -> Iterator[Path]:
 def _describe(python: Path) -> tuple[Sequence[int], str, dict[str, str], bool]:
     try:
         done = subprocess.run([str(python), "-c", _DESCRIBE], capture_output=True, text=True, timeout=120, check=True)
-        version, site_packages, packages, reads_pth = json.loads(done.stdout)
+        # The environment's own startup files may print lines before it.
+        version, site_packages, packages, reads_pth = json.loads(next(reversed(done.stdout.splitlines()), ""))
+    except subprocess.CalledProcessError as error:  # its message would be the program
+        reason = next(reversed(error.stderr.splitlines()), f"exit code {error.returncode}")
+        raise UserError(f"{python} does not work as a Python: {reason}") from None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(f"{python} does not work as a Python: {error}") from None
     return version, site_packages, packages, reads_pth

@@ -37,6 +37,11 @@ def count_tokens(caption: str) -> tuple[int, int]:
     return len(_CLIP.findall(line)), len(line.split())
 
 
+def trained_text(caption: str, wildcards: bool) -> str:
+    """Return the part of a caption's file that sd-scripts reads: the first line, or with wildcards all lines."""
+    return (caption if wildcards else caption.partition("\n")[0]).strip()
+
+
 def limit_of(script: Path, args: Namespace) -> int | None:
     """Return the most tokens of a caption that the text encoder reads; None if that is not known."""
     family = families.of(script.name, vars(args))

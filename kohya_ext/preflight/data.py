@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.config.user_files import read_dataset_config, read_toml
-from kohya_ext.errors import UserError
+from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.preflight import Findings, abbreviated, buckets, caches, captions, colours
 from kohya_ext.preflight.buckets import Buckets
 from kohya_ext.run.file_index import IMAGES, FileIndex
@@ -30,7 +32,7 @@ _SMALL_AREA = 0.25
 
 #: Checks in the index of a folder: an image's is followed by its size and traits, a caption's by the numbers of its tokens.
 #: Increase the numbers when a check changes.
-_IMAGE, _CAPTION = "image3:", "caption2:"
+_IMAGE, _CAPTION = "image3:", "caption3:"
 
 
 class CheckedImage(NamedTuple):
@@ -133,7 +135,7 @@ def subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subse
         "resolution": _resolution(args, findings),
         "options": vars(args),
     }
-    if getattr(args, "in_json", None):
+    if getattr(args, "in_json", None) is not None:
         common["repeats"] = getattr(args, "dataset_repeats", None) or 1
         yield from _metadata_subset(Path(folder), Path(args.in_json), common, findings)
         return
@@ -203,6 +205,9 @@ def _dataset_config_subsets(file: Path, args: Namespace, findings: Findings) -> 
     except UserError as error:
         findings.errors.append(str(error))
         return
+    if wrong := [*_schema_problems(document)]:
+        findings.errors.extend(f"--dataset_config {file}: {problem}" for problem in wrong)
+        return
     is_empty = True
     for index, dataset in enumerate(document.get("datasets", [])):
         for subset in dataset.get("subsets", []):
@@ -211,7 +216,13 @@ def _dataset_config_subsets(file: Path, args: Namespace, findings: Findings) -> 
             folder = given.get("image_dir")
             if not folder and not given.get("metadata_file"):
                 findings.errors.append(f"--dataset_config {file}: a subset has neither image_dir nor metadata_file")
-            elif folder:
+                continue
+            metadata = given.get("metadata_file")
+            if metadata and not Path(metadata).is_file():
+                findings.errors.append(f"--dataset_config {file}: the metadata_file {metadata} does not exist")
+            elif not metadata and not given.get("resolution"):
+                findings.errors.append(f"--dataset_config {file}: no resolution; add resolution = 1024 to each [[datasets]]")
+            if folder:
                 yield Subset(
                     Path(folder),
                     int(given.get("num_repeats", 1)),
@@ -226,6 +237,35 @@ def _dataset_config_subsets(file: Path, args: Namespace, findings: Findings) -> 
                 )
     if is_empty:
         findings.errors.append(f"--dataset_config {file} has no [[datasets.subsets]]")
+
+
+def _schema_problems(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys and values that upstream's own schema rejects, which ends a run with a traceback of its library."""
+    sanitizer = getattr(sys.modules.get("library.config_util"), "ConfigSanitizer", None)
+    if sanitizer is None:
+        return
+    schemas = [each for name, each in vars(sanitizer).items() if isinstance(each, dict) and "ARGPARSE" not in name]
+    known = {"general", "datasets", "subsets", *(key for schema in schemas for key in schema if isinstance(key, str))}
+    try:
+        sanitizer(True, True, True, True).user_config_validator(copy.deepcopy(document))
+    except Exception as error:
+        for each in getattr(error, "errors", [error]):
+            path, message = [str(part) for part in getattr(each, "path", ())], str(getattr(each, "msg", each))
+            where = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path).lstrip(".")
+            if "extra keys" in message:
+                yield f"unknown key {where}.{did_you_mean(path[-1], known)}"
+            else:
+                yield f"{where}: {message.removesuffix(' for dictionary value')}{_shown(document, path)}"
+
+
+def _shown(document: Any, path: Sequence[str]) -> str:
+    """Return the value at a path as a part of a message; empty for a missing one and for a table."""
+    try:
+        for part in path:
+            document = document[int(part) if isinstance(document, list) else part]
+    except KeyError:
+        return ""
+    return "" if isinstance(document, dict) else f", not {document!r}"
 
 
 def _defaults(args: Namespace) -> dict[str, Any]:
@@ -418,6 +458,7 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings, index
     missing: list[str] = []
     unreadable: list[str] = []
     empty: list[Path] = []
+    blank: list[str] = []
     counts: list[tuple[int, int]] = []
     read: list[tuple[str, str]] = []
     for file in files:
@@ -432,7 +473,9 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings, index
         except OSError:
             missing.append(file.name)
         else:
-            if text:
+            if text and not captions.trained_text(text, wildcards=bool(subset.options.get("enable_wildcard"))):
+                blank.append(caption.name)
+            elif text:
                 clip, words = captions.count_tokens(text)
                 counts.append((clip, words))
                 read.append((str(caption), f"{_CAPTION}{clip}:{words}"))
@@ -444,6 +487,11 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings, index
         findings.errors.append(f"{subset.folder}: captions that are not UTF-8: {abbreviated(unreadable)}")
     if empty:
         findings.errors.append(f"{subset.folder}: empty captions: {abbreviated([caption.name for caption in empty])}")
+    if blank:
+        findings.warnings.append(
+            f"{subset.folder}: {len(blank)} captions train as empty ones, because sd-scripts reads the first line alone, and "
+            f"it is blank: {abbreviated(blank)}"
+        )
     if missing:
         _report_missing(subset, files, missing, findings)
     return counts

@@ -13,6 +13,9 @@ from kohya_ext.sdscripts.families import Family
 
 MODEL = "pretrained_model_name_or_path"
 
+#: Options that name networks: one to continue, and others to merge into the model.
+NETWORKS = ("network_weights", "base_weights")
+
 
 def missing_options(script: Path, args: Namespace, model: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """Yield a message for each file that the script needs, and that is neither given nor part of the model's file."""
@@ -53,11 +56,41 @@ def check_model(script: Path, args: Namespace, shapes: Mapping[str, tuple[int, .
 def check_file(
     script: Path, args: Namespace, option: str, file: Path, shapes: Mapping[str, tuple[int, ...]], findings: Findings
 ) -> None:
-    """Check that the file of an option holds the part that the script loads from it."""
+    """Check that the file of an option holds the part that the script loads from it, or a network of the rank to train."""
+    if option in NETWORKS:
+        findings.errors.extend(_network_problems(args, option, file, shapes))
+        return
     family = families.of(script.name, vars(args))
     wanted = _parts_of(family).get(option)
     if wanted is not None:
         _check_part(file, f"--{option}", wanted, shapes, findings)
+
+
+def _network_problems(args: Namespace, option: str, file: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield a message for a file that has no network, or one whose weights do not fit the rank."""
+    other = None if _is_lora(shapes) else _title(shapes)
+    if other is not None:
+        yield f"--{option} {file} is {other}, not a network such as a LoRA; nothing of it would be used"
+    elif (
+        option == NETWORKS[0]
+        and not getattr(args, "dim_from_weights", False)
+        and (rank := other_rank(shapes, args)) is not None
+    ):
+        yield (
+            f"--{option} {file} has rank {rank}, but --network_dim is {args.network_dim or 4}; use --network_dim {rank}, or "
+            "--dim_from_weights"
+        )
+
+
+def other_rank(shapes: Mapping[str, tuple[int, ...]], args: Namespace) -> int | None:
+    """Return the rank of a LoRA's tensors if it differs from ``--network_dim``; None if it matches or is unknown."""
+    if not (getattr(args, "network_module", None) or "").startswith("networks.lora"):
+        return None
+    ranks = [shape[0] for name, shape in shapes.items() if "lora_down" in name and len(shape) in (2, 4)]
+    # block_dims and conv_dim change the rank of some layers, but most have that of --network_dim.
+    usual = max(set(ranks), key=ranks.count, default=None)
+    plain = not any("dim" in pair for pair in getattr(args, "network_args", None) or [])
+    return usual if plain and usual is not None and usual != (getattr(args, "network_dim", None) or 4) else None
 
 
 def _too_many_swapped(family: Family, script: Path, args: Namespace, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

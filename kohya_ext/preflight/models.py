@@ -23,11 +23,14 @@ from kohya_ext.sdscripts.families import Family
 #: Arguments that name files to load, other than the model itself.
 OTHERS = (
     *dict.fromkeys(option for family in families.FAMILIES for option in family.files),
-    *("llm_adapter_path", "network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
+    *("llm_adapter_path", *model_files.NETWORKS, "controlnet_model_name_or_path", "weights"),
 )
 
 #: Options of Stable Diffusion's scripts that may name a repository or a Diffusers folder.
 _REPOSITORIES = (MODEL, "vae", "controlnet_model_name_or_path")
+
+#: Options whose empty value sd-scripts does not take for a missing one.
+_OPENED = ("vae", *model_files.NETWORKS)
 
 #: Options that may name a folder with a model of transformers.
 _FOLDERS = ("qwen3",)
@@ -52,7 +55,9 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
             continue
         value = getattr(args, option, None)
         for file in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(file, str) and file and (header := _header(file, option, family, findings)) is not None:
+            if file == "" and option in _OPENED:
+                findings.errors.append(f"--{option} is empty, and the script would open a file without a name; remove it")
+            elif isinstance(file, str) and file and (header := _header(file, option, family, findings)) is not None:
                 model_files.check_file(script, args, option, Path(file), header.shapes, findings)
                 _check_stored_weights(script, args, Path(file), header, settings, findings)
     findings.errors.extend(model_files.missing_options(script, args, model))
@@ -91,7 +96,7 @@ def _header(name: str, option: str, family: Family | None, findings: Findings) -
 
 def _may_be_repository(path: Path, name: str, option: str, family: Family | None) -> bool:
     """Return whether a name of no file may be a repository on the Hugging Face Hub: ``owner/name``."""
-    if path.suffix in (".safetensors", ".sft", ".ckpt", ".pt", ".pth") or path.is_absolute() or name.count("/") > 1:
+    if path.suffix in (".safetensors", ".sft", ".ckpt", ".pt", ".pth") or path.is_absolute() or name.count("/") != 1:
         return False
     return option in _REPOSITORIES and (family is None or family.unet)
 
@@ -183,10 +188,4 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
 def _other_rank(state: Path, args: Namespace) -> int | None:
     """Return the rank of the LoRA in a state if it differs from ``--network_dim``; None if it matches or is unknown."""
     file = state / "model.safetensors"
-    if not (getattr(args, "network_module", None) or "").startswith("networks.lora") or not file.is_file():
-        return None
-    ranks = [shape[0] for name, shape in read_header(file).shapes.items() if "lora_down" in name and len(shape) in (2, 4)]
-    # block_dims and conv_dim change the rank of some layers, but most have that of --network_dim.
-    usual = max(set(ranks), key=ranks.count, default=None)
-    plain = not any("dim" in pair for pair in getattr(args, "network_args", None) or [])
-    return usual if plain and usual is not None and usual != (args.network_dim or 4) else None
+    return model_files.other_rank(read_header(file).shapes, args) if file.is_file() else None

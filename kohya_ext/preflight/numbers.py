@@ -78,7 +78,13 @@ _IN_DATASETS = {"batch_size": "train_batch_size"}
 def problems(script: Path, args: Namespace) -> Iterator[str]:
     """Yield one message per invalid number among a script's arguments."""
     yield from _outside(script, vars(args), "--")
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value) and name not in BOUNDS:
+            yield f"--{name} {value:g} is not a number to train with; correct or remove it"
     yield from _ranks(args)
+    first, last = (getattr(args, name, None) for name in ("min_timestep", "max_timestep"))
+    if first is not None and last is not None and first > last:
+        yield f"--min_timestep {first} is above --max_timestep {last}, so each step would train timestep {last}; swap them"
     if _workers(args) == 0 and getattr(args, "persistent_data_loader_workers", False):
         yield ("--persistent_data_loader_workers has no workers to keep alive; use --max_data_loader_n_workers 1 or more")
 

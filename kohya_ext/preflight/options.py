@@ -16,9 +16,9 @@ from typing import Any
 
 from kohya_ext.compiling.support import ignored_dynamo_backend
 from kohya_ext.config import sample_prompts
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Settings, variables
 from kohya_ext.config.user_files import read_dataset_config, subsets
-from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext.errors import UserError, did_you_mean, one_letter_off
 from kohya_ext.preflight import Findings, deepspeed, given, numbers
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.constraints import (
@@ -60,6 +60,12 @@ _ADAPTIVE = ("prodigy", "dadapt")
 #: Optimizers whose steps are about as large as the learning rate.
 _SIGNED = ("adam", "lion")
 
+#: Schedule that needs arguments -> the option that may replace them, and an example.
+_NEEDED = {
+    "cosine_with_min_lr": ("lr_scheduler_min_lr_ratio", "--lr_scheduler_min_lr_ratio 0.1"),
+    "piecewise_constant": ("", "--lr_scheduler_args \"step_rules='1:1000,0.1'\""),
+}
+
 SCHEDULERS = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "piecewise_constant"),
     *("inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay"),
@@ -77,6 +83,8 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings 
     """Check optimizer, scheduler and network, then the combinations of arguments."""
     _check_optimizer(args, findings)
     _check_rates(args, findings)
+    if _NETWORK in script.name:
+        findings.errors.extend(_different_rates(args))
     if not is_schedule_free(vars(args)):
         _check_scheduler(args, findings)
     if _NETWORK in script.name:
@@ -84,6 +92,10 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings 
         _check_text_encoder_rate(script, args, findings)
     for option in ("optimizer_args", "lr_scheduler_args"):
         _read_pairs(getattr(args, option, None), f"--{option}", findings)
+    _check_tracker(args, findings)
+    for variable in sorted(os.environ.keys() - variables()):
+        if near := next((known for known in variables() if one_letter_off(variable, known)), None):
+            findings.warnings.append(f"no option is set by the environment variable {variable}. Did you mean {near}?")
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
         findings.notes.append(ignored)
     _check_samples(script, args, findings)
@@ -150,6 +162,19 @@ def _check_rates(args: Namespace, findings: Findings) -> None:
         )
 
 
+def _different_rates(args: Namespace) -> Iterator[str]:
+    """Yield a message for rates that Prodigy and D-Adaptation refuse at the first step: others than 0 and one more."""
+    name = (getattr(args, "optimizer_type", None) or "").rpartition(".")[2]
+    if not (name.lower() == "prodigy" or name.startswith("DAdapt")) or getattr(args, "network_train_unet_only", False):
+        return
+    common = getattr(args, "learning_rate", None)
+    rates = [common if (rate := getattr(args, key, None)) in (None, []) else rate for key in _RATES[1:]]
+    each = {rate for value in rates for rate in (value if isinstance(value, list) else [value]) if rate}
+    if len(each) > 1:
+        shown = ", ".join(f"{rate:g}" for rate in sorted(each))
+        yield f"{name} needs the same learning rate for all weights, or 0, not {shown}; give --learning_rate 1 alone"
+
+
 def _check_text_encoder_rate(script: Path, args: Namespace, findings: Findings) -> None:
     """Warn about a rate of 0 that does not freeze the text encoders: their gradients add up, and count in the norm of all."""
     family = families.of(script.name, vars(args))
@@ -176,13 +201,16 @@ def _check_scheduler(args: Namespace, findings: Findings) -> None:
             _check_parameters(kind, getattr(args, "lr_scheduler_args", None), f"--lr_scheduler_args: {custom}", findings)
         return
     name = getattr(args, "lr_scheduler", None)
-    if name and not name.startswith("adafactor") and name not in SCHEDULERS:
+    if name is not None and not name.startswith("adafactor") and name not in SCHEDULERS:
         findings.errors.append(
-            f"unknown --lr_scheduler {name}; use one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
+            f"unknown --lr_scheduler {name!r}; use one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
             + did_you_mean(name, SCHEDULERS)
         )
-    elif name and getattr(args, "lr_scheduler_args", None) and (function := _scheduler_function(name)) is not None:
-        _check_parameters(function, args.lr_scheduler_args, f"--lr_scheduler_args: {name}", findings)
+    elif name and getattr(args, "lr_scheduler_args", None):
+        if (function := _scheduler_function(name)) is not None:
+            _check_parameters(function, args.lr_scheduler_args, f"--lr_scheduler_args: {name}", findings)
+    elif name in _NEEDED and getattr(args, _NEEDED[name][0], None) is None:
+        findings.errors.append(f"--lr_scheduler {name} needs {_NEEDED[name][1]}")
 
 
 def _scheduler_function(name: str) -> Any:
@@ -207,6 +235,11 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
     for pair in getattr(args, "network_args", None) or []:
         if "=" not in pair:
             findings.errors.append(f"--network_args: {pair!r} must be name=value")
+        elif re.search(r"\s\w+=", pair):
+            words = pair.split()
+            findings.errors.append(
+                f"--network_args: {pair!r} is a single value; write {' '.join(words)} without quotes, or in a file {words}"
+            )
         elif name.startswith("networks.") and (words := _words_of(script.parent, name)):
             argument = pair.partition("=")[0]
             if argument not in words:
@@ -214,6 +247,15 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
                     f"--network_args: {name} does not know {argument} and will ignore it."
                     + did_you_mean(argument, (word for word in words if "_" in word))
                 )
+
+
+def _check_tracker(args: Namespace, findings: Findings) -> None:
+    """Check that the tracker is installed and has a folder, without which a run ends when its accelerator is made."""
+    tracker = getattr(args, "log_with", None)
+    if tracker in ("wandb", "all"):
+        _check_package("wandb", f"--log_with {tracker}", findings)
+    if tracker in ("tensorboard", "all") and getattr(args, "logging_dir", None) is None:
+        findings.errors.append(f"--log_with {tracker} needs --logging_dir FOLDER")
 
 
 def _check_samples(script: Path, args: Namespace, findings: Findings) -> None:
@@ -285,11 +327,14 @@ def _check_parameters(kind: Any, pairs: Iterable[str] | None, label: str, findin
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for name in (pair.partition("=")[0] for pair in pairs or []):
+    for pair in pairs or []:
+        name, _, value = pair.partition("=")
         if name == "lr":
             findings.errors.append(f"{label}: lr is given twice; remove it, --learning_rate sets it")
         elif name not in parameters:
             findings.errors.append(f"{label} does not accept {name}.{did_you_mean(name, parameters)}")
+        elif isinstance(parameters[name].default, (int, float)) and re.fullmatch(r"\d+,\d+", value):
+            findings.errors.append(f"{label}: {pair} is a pair of numbers; write {pair.replace(',', '.')}")
 
 
 # --- combinations ----------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ _SHAPES: Mapping[str, Shape] = {
     "gpu": _record(_GPU),
     "predicted": _record(_PREDICTED),
     "ranks": _list(_record(_RANK, needed=("rank", "host"), others=_count)),
-    "folders": _list(_record(_FOLDER)),
+    "folders": _list(_record(_FOLDER, needed=("folder", "repeats", "images", "captioned"))),
     "blocks": _list(_record(_BLOCK)),
     "bands": _table(_number),
     "buckets": _table(_count),

@@ -163,11 +163,11 @@ class RunLog:
         return max(self.total - self.step, 0) * (median + sum(outside) / max(len(outside), 1))
 
     def first_loss(self) -> float | None:
-        """Return the mean of the first :attr:`smoothing` losses."""
-        return _mean(self.losses[: self.smoothing])
+        """Return the mean of the first :attr:`smoothing` losses that are numbers; the first step may have been skipped."""
+        return _mean(list(itertools.islice(filter(math.isfinite, self.losses), self.smoothing)))
 
     def smoothed_loss(self) -> float | None:
-        """Return the mean of the last :attr:`smoothing` losses."""
+        """Return the mean of the last :attr:`smoothing` losses; None if none of them is a number."""
         return _mean(self.losses[-self.smoothing :])
 
     @property

@@ -46,15 +46,17 @@ class RunRecord:
     step: int = 0
     """Optimizer steps before this state was saved."""
     saved: float = 0.0
-    """Time at which this state was saved, in seconds since 1970."""
+    """Time at which this state was saved, in seconds since 1970; of a running process, that of the state it has resumed.
+
+    Later than that of all states before it, although a clock may be set back: the newest state is the one to resume."""
     files: Mapping[str, int] = field(default_factory=dict)
     """The state's files and their sizes in bytes."""
     output: str = ""
     """Output folder and name, as one absolute path, by which a state that had to be saved to another folder is found."""
 
     def as_continuation_of(self, earlier: RunRecord) -> RunRecord:
-        """Return this run as the continuation of an earlier one, with the earlier id and start time."""
-        return replace(self, id=earlier.id, started=earlier.started)
+        """Return this run as the continuation of an earlier one, with the earlier id and start time; it saves later."""
+        return replace(self, id=earlier.id, started=earlier.started, saved=earlier.saved)
 
     def differences(self, other: RunRecord) -> list[str]:
         """Return one text per argument in which another run differs; empty when both are the same run."""
@@ -80,12 +82,14 @@ def describe(script: str, args: Namespace) -> RunRecord:
 
 def write(folder: Path, record: RunRecord, step: int) -> None:
     """Write a run's record into a state; all other files must be written already."""
+    global _last_saved
+    _last_saved = max(time.time(), record.saved + _MOMENT, _last_saved + _MOMENT)
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != FILE
     }
-    row = asdict(replace(record, step=step, saved=time.time(), files=files))
+    row = asdict(replace(record, step=step, saved=_last_saved, files=files))
     (folder / FILE).write_text(json.dumps(row, indent=1), encoding="utf-8")
 
 
@@ -112,6 +116,12 @@ def _is_valid(record: RunRecord) -> bool:
         and abs(record.saved) < sys.maxsize
     )
 
+
+_MOMENT = 0.001
+"""Seconds between two states, at least."""
+
+_last_saved = 0.0
+"""``saved`` of the newest state of this process."""
 
 _current: RunRecord | None = None
 

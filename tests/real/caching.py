@@ -89,6 +89,7 @@ class Checkout:
     def __init__(self, module, checkout):
         self.module = module
         self.checkout = checkout
+        self.caption = "a caption of {}"
         module("library.train_util")
         self.data = sys.modules.get("library.dataset") or sys.modules["library.train_util"]
         self.base = sys.modules["library.strategy_base"]
@@ -96,10 +97,10 @@ class Checkout:
     def dataset(self, folder, batch_size=2):
         """Return a dataset of a folder's images, in two buckets."""
         data = object.__new__(self.data.BaseDataset)
-        subset = SimpleNamespace(flip_aug=True, alpha_mask=True, random_crop=False)
+        subset = SimpleNamespace(flip_aug=True, alpha_mask=True, random_crop=False, caption_extension=".txt")
         data.subsets, data.batch_size, data.image_data, data.image_to_subset = [subset], batch_size, {}, {}
         for path in sorted(folder.glob("*.png")):
-            info = self.data.ImageInfo(str(path), 1, f"a caption of {path.name}", False, str(path))
+            info = self.data.ImageInfo(str(path), 1, self.caption.format(path.name), False, str(path))
             info.image_size = Image.open(path).size
             info.bucket_reso = (128, 128) if info.image_size[0] < 150 else (128, 192)
             width, height = info.image_size

@@ -3,12 +3,15 @@
 import importlib.util
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from kohya_ext.__main__ import main
 from kohya_ext.config import preset_files
+from kohya_ext.config.settings import Settings
+from kohya_ext.preflight import Findings, data
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.tiny import environment
 
@@ -217,3 +220,20 @@ def test_demo_trains_without_sd_scripts_and_matplotlib(call, tmp_path, path_with
     assert "the built-in loop, without sd-scripts" in done.stdout
     assert "only runs of sd-scripts write a journal" in done.stderr
     assert (tmp_path / "demo" / "demo.safetensors").is_file()
+
+
+def test_what_the_scripts_schema_rejects_in_a_dataset_config_is_an_error(checkout, checkout_module, tmp_path):
+    checkout_module("library.config_util")
+    file = tmp_path / "data.toml"
+    document = '[general]\nenable_buckets = true\n[[datasets]]\nresolution = "64"\n[[datasets.subsets]]\nimage_dirs = "cats"\n'
+    file.write_text(f"{document}num_repeats = 2.0\n")
+    findings = Findings()
+    args = Namespace(dataset_config=str(file), max_train_steps=3)
+    data.check(checkout.script("sdxl_train_network.py"), args, findings, Settings())
+    assert {error.removeprefix(f"--dataset_config {file}: ") for error in findings.errors} == {
+        "unknown key general.enable_buckets. Did you mean enable_bucket?",
+        "datasets[0].resolution: expected int, not '64'",
+        "unknown key datasets[0].subsets[0].image_dirs. Did you mean image_dir?",
+        "datasets[0].subsets[0].num_repeats: expected int, not 2.0",
+        "datasets[0].subsets[0].image_dir: required key not provided",
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image, ImageOps
 
 torch = pytest.importorskip("torch")
 
@@ -104,7 +105,8 @@ def test_a_file_without_an_index_is_read_once(library, folder):
     _, vae = library.cache_latents(folder, "flux")
     assert not vae.batches
     assert caches(folder) == before
-    assert len((folder / file_index.CACHES).read_text().split("\n")) == 2 * len(before) + 1
+    entries = (folder / file_index.CACHES).read_text().split()
+    assert [entries.count(name) for name in before] == [2] * len(before)  # that it is sound, and of which image
 
 
 def read_npz(folder):
@@ -246,6 +248,44 @@ def test_text_outputs_that_are_not_finite_are_created_again(library, folder, cap
     library.cache_texts(folder, "sdxl", outputs=outputs)
     assert caches(folder) == whole
     assert "not finite" in capsys.readouterr().err
+
+
+def test_outputs_of_an_edited_caption_are_created_again(library, folder, capsys):
+    library.cache_texts(folder, "sdxl", outputs=outputs)
+    before = caches(folder)
+    library.caption = "edited: a caption of {}"
+    library.cache_texts(folder, "sdxl", outputs=outputs)
+    assert all(caches(folder)[name] != content for name, content in before.items())
+    assert "the image, the caption or the text encoders have changed" in capsys.readouterr().err
+    library.cache_texts(folder, "sdxl", outputs=None)  # would fail
+
+
+@pytest.mark.newest
+def test_upstreams_outputs_are_created_again_if_the_caption_is_newer(library, folder):
+    library.cache_texts(folder, "sdxl", outputs=outputs, patched=False)
+    newer, encoded = folder / "3.txt", []
+    os.utime(folder / "3_te_outputs.npz", (0, 0))
+    newer.write_text("edited")
+
+    def record(captions):
+        encoded.extend(captions)
+        return outputs(captions)
+
+    library.cache_texts(folder, "sdxl", outputs=record)
+    library.cache_texts(folder, "sdxl", outputs=record)
+    assert encoded == ["a caption of 3.png"]
+
+
+@pytest.mark.newest
+def test_latents_of_an_edited_image_are_created_again(library, folder):
+    library.cache_latents(folder, "flux")
+    before = caches(folder)
+    with Image.open(folder / "1.png") as image:
+        edited = ImageOps.invert(image.convert("RGB"))
+    edited.save(folder / "1.png")
+    _, vae = library.cache_latents(folder, "flux", vae=Vae(16, 8, noise=0))
+    assert [batch[0] for batch in vae.batches] == [1, 1]  # the image and its mirror image
+    assert [name for name, content in caches(folder).items() if content != before[name]] == ["1_0128x0128_flux.npz"]
 
 
 @pytest.mark.newest

@@ -3,15 +3,18 @@
 import os
 import pickle
 import threading
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
-from kohya_ext.caching import checks, safetensors_file, threads
+from kohya_ext.caching import checks, safetensors_file, sources, threads
 from kohya_ext.caching.checks import Check
 from kohya_ext.caching.threads import Writer, default_workers, in_order
-from kohya_ext.run import file_index
+from kohya_ext.run import file_index, run_record
 from kohya_ext.run.file_index import FileIndex, check_id
+from kohya_ext.run.run_record import RunRecord
 
 
 def test_results_are_in_order_and_at_most_the_limit_is_ahead():
@@ -190,9 +193,45 @@ def test_a_damaged_file_is_rejected_with_a_reason_and_a_sound_one_is_read_once(c
 
     broken = Check(FileIndex(), fail, problem, ("other",), position=0)
     assert not broken(str(cache), False)
-    assert broken.unreadable == [str(cache)]
+    assert broken.unusable == [str(cache)]
     assert not broken(str(cache.with_name("missing.npz")), False)
     assert "EOFError" in broken.summary()
+
+
+def test_a_file_of_another_source_is_rejected_and_one_without_a_record_accepted(cache):
+    def check(**options):
+        return Check(FileIndex(), lambda path: True, lambda path: "", ("strategy",), position=0, **options)
+
+    old = check(outdated={str(cache)})
+    assert not old(str(cache))
+    assert old.unusable == [str(cache)]
+    assert check(sources={str(cache): "source:first"})(str(cache))
+    assert check(sources={str(cache): "source:first"}, outdated={str(cache)})(str(cache))
+    assert check()(str(cache))
+    other = check(sources={str(cache): "source:other"})
+    assert not other(str(cache))
+    assert other.unusable == [str(cache)]
+    assert "have changed" in other.summary()
+
+
+def test_sources_tell_images_captions_limits_and_checkpoints_apart(tmp_path, monkeypatch):
+    image, checkpoint = tmp_path / "a.png", tmp_path / "model.safetensors"
+    image.write_bytes(b"pixels")
+    info, short, long = SimpleNamespace(absolute_path=str(image), caption="a cat"), Namespace(limit=77), Namespace(limit=227)
+    images = [*sources.of_images([str(image), str(tmp_path / "missing.png")]).items()]
+    image.write_bytes(b"other pixels")
+    images += sources.of_images([str(image)]).items()
+    texts = [sources.of_texts([info], limits) for limits in (short, long)]
+    info.caption = "a dog"
+    texts.append(sources.of_texts([info], short))
+    for content in (b"weights" * 1000, b"weights" * 999 + b"others "):
+        checkpoint.write_bytes(content)
+        run = RunRecord("sdxl_train.py", {"pretrained_model_name_or_path": str(checkpoint)})
+        monkeypatch.setattr(run_record, "_current", run)
+        texts.append(sources.of_texts([info], short))
+    everything = images + [entry for text in texts for entry in text.items()]
+    assert {path for path, _ in everything} == {str(image)}
+    assert len({source for _, source in everything}) == len(everything) == 7
 
 
 def test_files_are_read_one_at_a_time_where_python_needs_it(cache, monkeypatch):

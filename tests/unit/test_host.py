@@ -194,6 +194,29 @@ def test_embedded_python_that_reads_no_pth_says_what_to_change(tmp_path, monkeyp
         host.environment(tmp_path)
 
 
+def test_what_pip_has_left_of_a_package_does_not_count(tmp_path, monkeypatch):
+    for folder, name in (("~ich-1.0.dist-info", "leftover"), ("whole-1.0.dist-info", "whole"), ("empty-1.0.dist-info", "")):
+        (tmp_path / folder).mkdir()
+        if name:
+            (tmp_path / folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    packages = host._describe(Path(sys.executable))[2]
+    assert packages["whole"] == "1.0"
+    assert "leftover" not in packages
+
+
+@pytest.mark.linux("a program of the shell")
+def test_a_python_that_prints_lines_or_does_not_start_is_described(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "a startup file prints"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert host._describe(python)[0] == list(sys.version_info[:2])
+    for program, reason in (("echo No Python at C: >&2; exit 103", "No Python at C:"), ("exit 3", "exit code 3")):
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        with pytest.raises(UserError, match=f"does not work as a Python: {reason}$"):
+            host._describe(python)
+
+
 def test_problems_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no Python environment in .* --for PATH_TO/python"):
         host.environment(tmp_path)

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.run import journal, journal_reader
 from kohya_ext.run.journal import SUFFIX, Journal
 from kohya_ext.run.journal_reader import JournalReader, RunLog
+from kohya_ext.watching import page
 from tests.counting import lines_run
 
 START = {
@@ -265,6 +267,15 @@ def test_times_and_losses(write):
     assert log.loss_curve(30) == sorted(log.loss_curve(30), reverse=True)
     log.outside[50] = 99.0
     assert log.seconds_left() == pytest.approx(50 * (1.051 + 1.0))
+
+
+def test_the_first_loss_is_that_of_the_first_step_that_was_not_skipped(write):
+    log = read(write(steps=3, total=5).file).latest
+    log.losses[0] = math.nan
+    assert log.first_loss() == log.losses[1]
+    assert "at the start" in page.loss(log.summary())
+    log.losses[:] = array("d", [math.nan] * 3)
+    assert page.loss(log.summary()) == ""
 
 
 def test_run_without_steps_has_no_times():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import struct
@@ -20,7 +21,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
 from kohya_ext.config.training_command import Question
 from kohya_ext.installed_gpus import InstalledGpu
-from kohya_ext.preflight import captions, data, hub, models, options, output
+from kohya_ext.preflight import captions, data, hub, models, numbers, options, output
 from kohya_ext.run import run_record
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts import families
@@ -421,6 +422,18 @@ def test_missing_captions_are_counted_and_the_other_extension_is_suggested(tmp_p
     assert "--caption_extension .txt" in warning
 
 
+def test_captions_whose_first_line_is_blank_are_a_warning(tmp_path):
+    write_images(tmp_path / "1_cat", *[(64, 64)] * 3)
+    for index, text in enumerate(("\r\na cat\r\n", " \n", "a cat\n\n")):
+        (tmp_path / "1_cat" / f"{index}.txt").write_bytes(text.encode())
+    for caching in ({}, {"cache_latents_to_disk": True}):  # with caches, sound captions are remembered
+        (warning,) = check(data.check, train_data_dir=str(tmp_path), **ARGS, **caching).warnings
+        assert "2 captions train as empty ones" in warning
+        assert warning.endswith("blank: 0.txt, 1.txt")
+    (warning,) = check(data.check, train_data_dir=str(tmp_path), **ARGS, enable_wildcard=True).warnings
+    assert warning.endswith("blank: 1.txt")
+
+
 def test_dataset_config_is_read(tmp_path):
     write_images(tmp_path / "cats")
     config = tmp_path / "data.toml"
@@ -431,6 +444,19 @@ def test_dataset_config_is_read(tmp_path):
     )
     (error,) = check(data.check, dataset_config=str(config), max_train_steps=3).errors
     assert "dogs does not exist" in error
+
+
+def test_a_dataset_config_without_resolution_or_metadata_is_an_error(tmp_path):
+    write_images(tmp_path / "cats")
+    config = tmp_path / "data.toml"
+    subset = f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = {str(tmp_path / 'cats')!r}\ncaption_extension = '.txt'\n"
+    config.write_text(subset)
+    (error,) = check(data.check, dataset_config=str(config), max_train_steps=3).errors
+    assert error.endswith("data.toml: no resolution; add resolution = 1024 to each [[datasets]]")
+    assert not check(data.check, dataset_config=str(config), max_train_steps=3, resolution="64").errors
+    config.write_text(f"{subset}metadata_file = 'missing.json'\n")
+    (error,) = check(data.check, dataset_config=str(config), max_train_steps=3).errors
+    assert error.endswith("the metadata_file missing.json does not exist")
 
 
 def test_parent_of_a_subset_folder_is_suggested(tmp_path):
@@ -595,6 +621,27 @@ def test_state_of_another_rank_is_an_error(tmp_path):
     (error,) = check(models.check, **args, network_dim=16).errors
     assert "has rank 8, but --network_dim is 16" in error
     assert not check(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
+
+
+@pytest.mark.parametrize("option", ["vae", "network_weights"])
+@pytest.mark.parametrize("value", ["", "None", r"folder\x", "folder"])
+def test_a_file_that_has_no_name_or_is_no_repository_is_an_error(option, value):
+    (error,) = check(models.check, pretrained_model_name_or_path="a/b", **{option: value}).errors
+    assert error.startswith(f"--{option} {value or 'is empty'}")
+
+
+def test_a_file_to_continue_of_another_rank_or_without_a_network_is_an_error(tmp_path):
+    file = write_lora_state(tmp_path / "cat-state", rank=8) / "model.safetensors"
+    args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "network_weights": str(file)}
+    assert not check(models.check, **args, network_dim=8).errors
+    assert not check(models.check, **args, network_dim=16, dim_from_weights=True).errors
+    (error,) = check(models.check, **args, network_dim=None).errors
+    assert "has rank 8, but --network_dim is 4; use --network_dim 8, or --dim_from_weights" in error
+    assert not check(models.check, **args | {"network_weights": None, "base_weights": [str(file)]}, network_dim=16).errors
+    checkpoint = str(write_safetensors(tmp_path / "sdxl.safetensors", ["conditioner.embedders.1.model.x"]))
+    for option, value in (("network_weights", checkpoint), ("base_weights", [str(file), checkpoint])):
+        (error,) = check(models.check, **args | {"network_weights": None, option: value}, network_dim=8).errors
+        assert f"--{option} {checkpoint} is a checkpoint of SDXL, not a network such as a LoRA" in error
 
 
 def test_state_of_another_script_is_an_error(tmp_path):
@@ -1022,6 +1069,74 @@ def test_network_args_that_the_network_ignores_are_a_warning(tmp_path):
     options.check(script, args, findings)
     (warning,) = findings.warnings
     assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
+
+
+def test_a_decimal_comma_in_optimizer_args_is_an_error():
+    pytest.importorskip("torch")
+    args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0,1", "betas=0.9,0.99"]}
+    errors = [error for error in check(options.check, **args).errors if "optimizer_args" in error]
+    assert errors == ["--optimizer_args: AdamW: weight_decay=0,1 is a pair of numbers; write weight_decay=0.1"]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "all", "tensorboard"])
+def test_a_tracker_that_cannot_be_made_is_an_error(tracker, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    errors = " ".join(check(options.check, log_with=tracker).errors)
+    assert ("pip install wandb" in errors) == (tracker != "tensorboard")
+    assert ("needs --logging_dir FOLDER" in errors) == (tracker != "wandb")
+    assert "--logging_dir" not in " ".join(check(options.check, log_with=tracker, logging_dir=str(tmp_path)).errors)
+
+
+def test_a_variable_that_is_misspelt_is_a_warning(monkeypatch):
+    monkeypatch.setenv("KOHYA_EXT_PRESETS", "16gb")
+    monkeypatch.setenv("KOHYA_EXT_CACHE", "cache")
+    (warning,) = check(options.check).warnings
+    assert warning.endswith("KOHYA_EXT_PRESETS. Did you mean KOHYA_EXT_PRESET?")
+
+
+def test_a_number_that_is_none_is_an_error():
+    errors = [
+        *numbers.problems(Path("sdxl_train.py"), Namespace(noise_offset=math.nan, learning_rate=math.nan, network_alpha=1.0))
+    ]
+    assert len(errors) == 2
+    assert "--noise_offset nan is not a number to train with; correct or remove it" in errors
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"lr_scheduler": "cosine_with_min_lr"}, "--lr_scheduler cosine_with_min_lr needs --lr_scheduler_min_lr_ratio 0.1"),
+        ({"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_min_lr_ratio": 0.1}, None),
+        ({"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_args": ["min_lr=1e-6"]}, None),
+        ({"lr_scheduler": "piecewise_constant"}, "piecewise_constant needs --lr_scheduler_args"),
+        ({"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ["step_rules='1:2,0.1'"]}, None),
+        ({"optimizer_type": "prodigy", "learning_rate": 1.0, "text_encoder_lr": [0.5]}, "or 0, not 0.5, 1; give"),
+        ({"optimizer_type": "prodigy", "learning_rate": 1.0, "text_encoder_lr": [0.0, 1.0]}, None),
+        ({"optimizer_type": "DAdaptation", "learning_rate": 1.0, "unet_lr": 0.5, "text_encoder_lr": 0.5}, None),
+        ({"optimizer_type": "AdamW", "learning_rate": 1.0, "text_encoder_lr": [0.5]}, None),
+        ({"min_timestep": 900, "max_timestep": 100}, "each step would train timestep 100"),
+        ({"min_timestep": 100, "max_timestep": 100}, None),
+    ],
+)
+def test_schedules_rates_and_timesteps_that_end_a_run_are_errors(args, expected):
+    errors = " ".join(check(options.check, network_module="networks.lora", **args).errors)
+    messages = ("needs --lr", "needs the same", "is above")
+    assert expected in errors if expected else not any(message in errors for message in messages)
+
+
+def test_network_args_in_one_pair_of_quotes_are_an_error():
+    args = {"network_module": "networks.lora", "network_args": ["conv_dim=4 conv_alpha=1"]}
+    errors = check(options.check, **args).errors
+    assert any(
+        error.endswith("write conv_dim=4 conv_alpha=1 without quotes, or in a file ['conv_dim=4', 'conv_alpha=1']")
+        for error in errors
+    )
+
+
+@pytest.mark.parametrize("name", ["", "None"])
+def test_the_name_of_no_schedule_is_an_error(name):
+    errors = check(options.check, lr_scheduler=name).errors
+    assert any(error.startswith(f"unknown --lr_scheduler {name!r}; use one of linear") for error in errors)
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def test_problems_of_a_file_are_on_top(write, report):
 
 def test_torn_and_unknown_lines_and_wrong_types_are_tolerated(write, report):
     odd = start(settings={"a": 5, "b": [1, "preset"]}, gpu=None, predicted=None)
-    broken = training(buckets=[1], tags=5, folders=[3], patches={"x": 1}, images=None)
+    broken = training(buckets=[1], tags=5, folders=[3, {"folder": "f"}], patches={"x": 1}, images=None)
     wrong = {"kind": "step", "time": "x", "step": 2, "loss": "x", "learning_rates": ["x"], "seconds": None}
     file = write(odd, broken, *steps(1, 1), wrong, {"kind": "skip", "images": "x"}, {"kind": "check"}, {"kind": "new"})
     with file.open("a") as stream:

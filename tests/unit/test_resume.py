@@ -203,6 +203,20 @@ def test_auto_resumes_the_newest_state_of_this_run_only(tmp_path, capsys):
     assert resume.state_to_resume(tmp_path, "cat", describe(seed=2)) is None
 
 
+def test_auto_resumes_the_last_save_although_the_clock_was_set_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_record, "_current", None)
+    monkeypatch.setattr(run_record, "_last_saved", 0.0)
+    run, states = describe(), {}
+    for step, hours in ((3, 0), (6, 2), (9, 1), (12, 0.5)):
+        states[step] = write_state(tmp_path, f"cat-step{step:08d}-state", 0)
+        if step == 12:  # another process resumes it
+            monkeypatch.setattr(run_record, "_last_saved", 0.0)
+            run = describe().as_continuation_of(run_record.read(states[9]))
+        monkeypatch.setattr(run_record.time, "time", lambda hours=hours: 1.8e9 + 3600 * hours)
+        run_record.write(states[step], run, step)
+        assert resume.state_to_resume(tmp_path, "cat", run) == resume.newest_state(tmp_path, "cat") == states[step]
+
+
 @pytest.mark.parametrize("name", ["cat", "pets/cat"])
 def test_auto_finds_a_state_that_had_to_be_saved_elsewhere(tmp_path, monkeypatch, name):
     """The disk was full: newer states than the output folder's are in the cache folder, with those of other runs."""

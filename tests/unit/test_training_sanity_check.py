@@ -4,7 +4,7 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
-from kohya_ext.patches.training_sanity_check import _Check
+from kohya_ext.patches.training_sanity_check import _Check, _in_files
 
 torch = pytest.importorskip("torch")
 
@@ -37,3 +37,34 @@ def test_they_are_named(capsys):
 
 def test_the_last_layers_of_a_text_encoder_are_not_unusual(capsys):
     assert warnings_of(capsys, "lora_te1_text_model_encoder_layers_11") == ""
+
+
+OWN = {"lora_unet_double_blocks_0.alpha", "lora_te1_layers_0.alpha"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (OWN, ""),
+        ({"lora_unet_double_blocks_0.alpha"}, ""),
+        ({"lora_te1_layers_0.alpha"}, ""),
+        ({*OWN, "lora_te3_layers_0.alpha"}, "1 of 3 weights"),
+        (
+            {"lora_unet_input_blocks_1.alpha", "lora_te1_layers_0.alpha"},
+            "it is for another model or another program",
+        ),  # CLIP-L is in both
+        ({"lora_unet_input_blocks_1.alpha"}, "it is for another model or another program"),
+    ],
+)
+def test_files_of_which_a_network_has_no_weight_are_named(tmp_path, capsys, names, message):
+    file = str(tmp_path / "cat.safetensors")
+    from safetensors.torch import save_file
+
+    save_file({name: torch.zeros(1) for name in names}, file)
+    problems = [*_in_files(Namespace(network_weights=file, base_weights=None), OWN)]
+    printed = " ".join([*problems, capsys.readouterr().err])
+    assert message in printed
+    assert bool(printed) == bool(message)
+    assert bool(problems) == ("another model" in message)
+    assert not [*_in_files(Namespace(network_weights=None, base_weights=[file]), OWN)]
+    assert ("nothing of it was merged" in capsys.readouterr().err) == bool(problems)
