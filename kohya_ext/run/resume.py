@@ -287,6 +287,8 @@ class Position(TrainingCallback):
 
     def keep_loaded(self, folder: Path) -> None:
         """Keep what the script may lose of a state that accelerate has just loaded."""
+        # accelerate's count of micro-batches, which in a state saved after a failure includes those of the failed step.
+        self.accelerator.step = 0
         norms = self._target.get("norms", {}) if self._target is not None else {}
         self._loaded_parts = LoadedParts.of(self.accelerator, folder, norms, self._target is not None)
 

@@ -347,3 +347,10 @@ def test_run_without_an_epoch_left_keeps_the_position_of_its_state(torch, tmp_pa
     resumed.on_state_load(earlier)
     resumed.on_state_save(tmp_path)
     assert (tmp_path / resume.FILE).read_bytes() == (earlier / resume.FILE).read_bytes()
+
+
+def test_resumed_run_begins_with_the_first_batch_of_an_accumulated_step(tmp_path):
+    resumed = position(accumulated=4)
+    resumed.accelerator.step = 3  # accelerate's, from a state that was saved within a step
+    resumed.keep_loaded(tmp_path)
+    assert resumed.accelerator.step == 0
