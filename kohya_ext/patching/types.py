@@ -68,6 +68,8 @@ class Accelerator(Protocol):
     num_processes: int
     process_index: int
     optimizer_step_was_skipped: bool
+    step: int
+    """Micro-batches of this epoch, which decide with gradient accumulation when the optimizer steps."""
     sync_gradients: bool
     """Whether the current batch ends with an optimizer step, which depends on gradient accumulation."""
     trackers: list[Any]

@@ -42,7 +42,8 @@ _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 #: Errors of safetensors and torch, which have no error number, when they cannot write.
 _WRITE_PROBLEM = re.compile(
-    r"os error \d+|I/O error|Parent directory .* does not exist|PytorchStreamWriter|file write failed|iostream error"
+    r"os error \d+|I/O error|Parent directory .* does not exist"
+    r"|PytorchStreamWriter|unexpected pos|file write failed|iostream error"  # torch raises the second in place of the others
 )
 
 R = TypeVar("R")

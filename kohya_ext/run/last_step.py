@@ -60,6 +60,8 @@ class LastStep(TrainingCallback):
     """Whether the weights are still those after that step."""
     states: list[tuple[int, Path]] = field(default_factory=list)
     """(step, folder) of the states that this run began to save, in order."""
+    _is_between_steps: bool = False
+    """Whether no micro-batch of the next step is trained."""
     _is_done: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_quiet: bool = True
@@ -76,7 +78,7 @@ class LastStep(TrainingCallback):
     def before_data(self) -> None:
         """Renew the random state: since the step, the script has saved, sampled and logged."""
         self._begin_change()
-        if self.snapshot is not None and self.intact:
+        if self.snapshot is not None and self._is_between_steps:
             self.snapshot = replace(self.snapshot, random=resume.random_state())
 
     def after_data(self) -> None:
@@ -96,6 +98,7 @@ class LastStep(TrainingCallback):
     def after_batch(self, accelerator: Accelerator) -> None:
         """Keep the position after a step."""
         current = resume.position()
+        self._is_between_steps = bool(accelerator.sync_gradients)
         if accelerator.sync_gradients:
             self.steps += 1
             self.intact = self._is_quiet = True

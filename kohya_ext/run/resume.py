@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import itertools
 import random
+import shutil
 import sys
 import time
 import zipfile
@@ -196,7 +197,10 @@ class Position(TrainingCallback):
 
     def on_state_save(self, folder: Path) -> None:
         """Write the position into a state."""
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and self._target is not None:
+            # No epoch was left, so the script writes what it has loaded.
+            shutil.copyfile(Path(self.args.resume) / FILE, folder / FILE)
+        elif self.accelerator.is_main_process:
             import torch
 
             counters = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
@@ -205,7 +209,7 @@ class Position(TrainingCallback):
             ranks = self._ranks or [{**own, "random": self._fixed or own["random"]}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
             norms = {"norms": network_norms(self.accelerator), "left": self._has_left_step}
-            torch.save({**counters, **accumulated, **processes, **norms}, folder / FILE)
+            torch.save({**counters, "start": _start(self.args), **accumulated, **processes, **norms}, folder / FILE)
             save_gradients(self.accelerator, folder)
             if self._fixed is None:
                 self._new_states.append(final_path(folder))
@@ -239,9 +243,15 @@ class Position(TrainingCallback):
         if not file.is_file():
             warn(f"{folder} was saved without kohya_ext: the step and epoch counts are upstream's and may be wrong")
             return
-        if getattr(self.args, "initial_step", None) is not None or getattr(self.args, "initial_epoch", None) is not None:
-            return  # the user sets the start
         target = torch.load(file, map_location="cpu", weights_only=True)
+        given, start = _start(self.args), target.get("start", [None, None])
+        # Skipped batches come from another loader, so the position in their epoch is not known.
+        if any(given) and (given != start or getattr(self.args, "skip_until_initial_step", False)):
+            warn(
+                f"the position in {folder} is not used, because --initial_step or --initial_epoch sets the start: the result "
+                f"will differ from an uninterrupted run. Without these options it continues after step {target['step']}"
+            )
+            return
         if "ranks" not in target:
             stop(f"cannot resume: {folder} was saved by an earlier version of kohya_ext; finish the run with that version")
         if target["step"] > self.args.max_train_steps:
@@ -257,9 +267,10 @@ class Position(TrainingCallback):
         next_random, index = folder / RANDOM_FILE, self.accelerator.process_index
         states = torch.load(next_random, weights_only=True) if next_random.is_file() else []
         self._random = states[index] if index < len(states) else rank["random"]
-        self._target = target
+        self._target, self.step = target, target["step"]
         if hasattr(self.args, "initial_step"):
-            self.args.initial_step = 0  # otherwise LoRA scripts count from the state's train_state.json
+            # Epochs count from the run's start. Without any, LoRA scripts would count from the state's train_state.json.
+            self.args.initial_step, self.args.initial_epoch = start if any(start) else (0, None)
         if getattr(self.args, "sample_at_first", False):
             self.args.sample_at_first = False  # the run has these samples; they would replace those of step 0
 
@@ -276,6 +287,8 @@ class Position(TrainingCallback):
 
     def keep_loaded(self, folder: Path) -> None:
         """Keep what the script may lose of a state that accelerate has just loaded."""
+        # accelerate's count of micro-batches, which in a state saved after a failure includes those of the failed step.
+        self.accelerator.step = 0
         norms = self._target.get("norms", {}) if self._target is not None else {}
         self._loaded_parts = LoadedParts.of(self.accelerator, folder, norms, self._target is not None)
 
@@ -414,7 +427,6 @@ class Position(TrainingCallback):
             setattr(self.args, name, value)
         self._original = {}
         vars(self.accelerator).pop("log", None)
-        self.step = target["step"]
         # The loop may take its batches through a wrapper, so search the callers too.
         while frame is not None and not isinstance(frame.f_locals.get("global_step"), int):
             frame = frame.f_back
@@ -436,6 +448,12 @@ class Position(TrainingCallback):
         if base is not None:
             for difference in data_order.inexact(self._loader, base.num_workers, _is_persistent(self._loader)):
                 warn(f"the result will differ from an uninterrupted run: {difference}")
+
+
+def _start(args: Namespace) -> list[int | None]:
+    """Return the first step and the first epoch of a LoRA script's loop; None where that is the first of all."""
+    step, epoch = getattr(args, "initial_step", None), getattr(args, "initial_epoch", None)
+    return [step or None, epoch if epoch != 1 else None]
 
 
 def _is_persistent(loader: Any) -> bool:

@@ -49,6 +49,11 @@ CASES = {
         (*PRESERVED, *VARIANTS, "--cache_text_encoder_outputs_to_disk", *EPOCHS, *MIDDLE, *WORKERS),
         (END_OF_EPOCH, IN_THE_SECOND),
     ),
+    "from the second epoch on": (
+        LORA,
+        ("--max_train_epochs", "3", "--initial_epoch", "2", *MIDDLE, "--save_every_n_epochs", "1", "--save_state"),
+        ("tiny-000002-state", IN_THE_SECOND),
+    ),
     "schedule-free": (
         LORA,
         ("--optimizer_type", "RAdamScheduleFree", "--max_train_epochs", "2", *TIMED, "--save_every_n_steps", "6"),

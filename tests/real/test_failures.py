@@ -84,6 +84,17 @@ def test_exception_anywhere_loses_nothing(checkout, train, extras, undisturbed, 
     assert same(read(resumed.file), undisturbed(checkout, script).tensors)
 
 
+@pytest.mark.newest
+def test_exception_within_an_accumulated_step_loses_nothing(checkout, train):
+    options = ("--gradient_accumulation_steps", "2", "--max_train_steps", "3")
+    undisturbed = train(checkout, LORA, *options)
+    failed = {batch: train(checkout, LORA, *options, env={"FAIL_IN": f"forward:{batch}"}) for batch in (3, 4)}
+    for run in failed.values():
+        assert "no steps lost: state after step 1 saved" in run.output, run.output[-4000:]
+        resumed = train(checkout, LORA, *options, "--resume", "auto", output=run.folder)
+        assert same(read(resumed.file), undisturbed.tensors)
+
+
 #: Enough steps to read a deleted file after it was deleted.
 MANY = ("--max_train_steps", "40")
 

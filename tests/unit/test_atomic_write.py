@@ -341,6 +341,7 @@ def test_errors_of_other_files_are_raised_unchanged(tmp_path, error):
         "I/O error: Permission denied (os error 13)",
         "Parent directory /output does not exist.",
         "[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0: PytorchStreamWriter failed writing file data",
+        "[enforce fail at inline_container.cc:671] . unexpected pos 799680 vs 799572",
     ],
 )
 def test_errors_of_safetensors_and_torch_are_recognized_by_their_text(tmp_path, monkeypatch, text):

@@ -22,7 +22,7 @@ OTHERS = {f"--{name}" for name in (
     "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", "ddp_timeout", "train_batch_size",
     "max_train_steps", "gradient_accumulation_steps", "persistent_data_loader_workers",
     "attn_mode", "full_bf16", "gate", "lowram", "scale_weight_norms", "token_warmup_step", "train_inpainting", "initial_step",
-    "initial_epoch", "validate_every_n_steps", "pretrained_model_name_or_path",
+    "initial_epoch", "skip_until_initial_step", "validate_every_n_steps", "pretrained_model_name_or_path",
     "deepspeed", "zero_stage", "save_state", "offload_optimizer_device", "offload_param_device", "max_grad_norm",
     "ddp_gradient_as_bucket_view", "command", "dim_from_weights", "lr_scheduler_type",
     "ae", "caption_dropout_rate", "huggingface_repo_id", "huggingface_token", "log_tracker_config", "wandb_api_key",

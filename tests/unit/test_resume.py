@@ -315,3 +315,56 @@ def test_state_of_an_earlier_version_is_rejected(torch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         position().on_state_load(tmp_path)
     assert "was saved by an earlier version of kohya_ext" in capsys.readouterr().err
+
+
+def starting_at(step=None, epoch=None, skips=False, **more):
+    started = position(_began=BEGAN, **more)
+    vars(started.args).update(initial_step=step, initial_epoch=epoch, skip_until_initial_step=skips)
+    return started
+
+
+@pytest.mark.parametrize("resumed", [starting_at(), starting_at(0, 1), starting_at(skips=True)])
+def test_resume_of_a_run_from_the_first_epoch_sets_no_start(torch, tmp_path, resumed):
+    starting_at().on_state_save(tmp_path)
+    resumed.on_state_load(tmp_path)
+    assert (resumed.args.initial_step, resumed.args.initial_epoch) == (0, None)
+    assert resumed._target is not None
+
+
+@pytest.mark.parametrize("resumed", [starting_at(), starting_at(epoch=3)], ids=["without", "again"])
+def test_resume_of_a_run_from_a_later_epoch_continues_it(torch, tmp_path, capsys, resumed):
+    running = starting_at(epoch=3)
+    running.step = 4
+    running.on_state_save(tmp_path)
+    resumed.on_state_load(tmp_path)
+    assert (resumed.step, resumed.args.initial_step, resumed.args.initial_epoch) == (4, None, 3)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("resumed", [starting_at(epoch=2), starting_at(step=4), starting_at(epoch=3, skips=True)])
+def test_another_start_than_the_position_of_the_state_is_reported(torch, tmp_path, capsys, resumed):
+    running = starting_at(epoch=3)
+    running.step = 4
+    running.on_state_save(tmp_path)
+    resumed.on_state_load(tmp_path)
+    assert resumed._target is None
+    assert "is not used, because --initial_step or --initial_epoch sets the start" in capsys.readouterr().err
+
+
+def test_run_without_an_epoch_left_keeps_the_position_of_its_state(torch, tmp_path):
+    running = starting_at(epoch=3)
+    running.step = 4
+    (earlier := tmp_path / "earlier").mkdir()
+    running.on_state_save(earlier)
+    resumed = starting_at(epoch=3)
+    resumed.args.resume = str(earlier)
+    resumed.on_state_load(earlier)
+    resumed.on_state_save(tmp_path)
+    assert (tmp_path / resume.FILE).read_bytes() == (earlier / resume.FILE).read_bytes()
+
+
+def test_resumed_run_begins_with_the_first_batch_of_an_accumulated_step(tmp_path):
+    resumed = position(accumulated=4)
+    resumed.accelerator.step = 3  # accelerate's, from a state that was saved within a step
+    resumed.keep_loaded(tmp_path)
+    assert resumed.accelerator.step == 0
