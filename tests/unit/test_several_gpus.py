@@ -45,7 +45,7 @@ def asked(monkeypatch):
                 parts, host = 0, 20 / processes
             on_gpu = parts
         size = round(on_gpu * WEIGHTS) + config.train_batch_size * 2 * 10**9
-        work = Work([Kernels("16 bits", 1000, 50e12 * config.train_batch_size * (1 if half else 1.2), 1e10)], [])
+        work = Work([Kernels("16 bits", 1000, 25e12 * config.train_batch_size * (1 if half else 1.2), 1e10)], [])
         return Estimate(
             config.key(), size, size, size, "backward", {}, {}, 1, WEIGHTS, {}, checkout.layout, work.as_row(),
             host={"weights": round(host * WEIGHTS)} if host else {},
@@ -90,7 +90,7 @@ def test_one_gpu_is_the_answer_where_it_is_faster(checkout, monkeypatch, capsys)
     assert f"One GPU is faster than 2: {result.answer.seconds_per_image:.2f} s per image on one of them" in printed
     assert f"To run it:\n  python -m kohya_ext {FULL} --preset 24gb\n" in printed
     low, high = result.answer.seconds
-    assert (f"s per image, {low:.2f} s per step of 1 image\n" in printed) == (f"{low:.2f}" == f"{high:.2f}")
+    assert (f"s per image, {low:.2f} s per step of 2 images\n" in printed) == (f"{low:.2f}" == f"{high:.2f}")
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == f"python -m kohya_ext {FULL} --preset 24gb"
 
