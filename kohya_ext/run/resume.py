@@ -582,7 +582,7 @@ def _newest_first(folder: Path, name: str | None, run: RunRecord | None = None, 
 
     def belongs_here(state: Path) -> bool:
         record = run_record.read(state)
-        return record is not None and run is not None and record.output == run.output
+        return record is not None and run is not None and record.has_same_output(run)
 
     others = (state for other in elsewhere for state in states(other, name and Path(name).name) if belongs_here(state))
     return sorted({*states(folder, name), *others}, key=saved, reverse=True)

@@ -368,3 +368,19 @@ def test_resumed_run_begins_with_the_first_batch_of_an_accumulated_step(tmp_path
     resumed.accelerator.step = 3  # accelerate's, from a state that was saved within a step
     resumed.keep_loaded(tmp_path)
     assert resumed.accelerator.step == 0
+
+
+def test_paths_of_a_run_that_differ_in_case_are_compared_as_the_file_system_does(tmp_path):
+    (tmp_path / "data").mkdir()
+    is_same = (tmp_path / "DATA").exists()
+
+    def record(data, name):
+        return run_record.RunRecord("x.py", {"train_data_dir": data, "seed": "1"}, output=os.path.join(data, name))
+
+    earlier, run = record(str(tmp_path / "data"), "cat"), record(str(tmp_path / "DATA"), "Cat")
+    assert bool(run.differences(earlier)) == (not is_same)
+    assert run.has_same_output(earlier) == is_same
+    assert run.differences(record(run.identity["train_data_dir"], "cat")) == []
+    assert run_record.RunRecord("x.py", {"seed": "2"}).differences(run_record.RunRecord("x.py", {})) == [
+        "--seed was not given and is 2"
+    ]
