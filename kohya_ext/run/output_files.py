@@ -31,15 +31,18 @@ def output_name(args: Namespace) -> str:
     return getattr(args, "output_name", None) or DEFAULT_NAME
 
 
-def is_same_path(one: str, other: str) -> bool:
+def is_same_path(path: str, other: str) -> bool:
     """Return whether two absolute paths are one file or folder, as the file system compares them, or two texts are equal."""
-    if os.path.normcase(one) == os.path.normcase(other):
+    if os.path.normcase(path) == os.path.normcase(other):
         return True
     try:
-        return os.path.isabs(one) and os.path.isabs(other) and os.path.samefile(one, other)
+        return os.path.isabs(path) and os.path.isabs(other) and os.path.samefile(path, other)
     except OSError:  # one of them does not exist
         return False
 
+
+#: A number follows where an earlier state is open in another program, so that it cannot be replaced.
+_STATE = r"-state(\.\d+)?"
 
 _MODEL = r"\.(safetensors|ckpt|pt|bin)"
 
@@ -102,13 +105,18 @@ def states(folder: Path, name: str | None) -> Iterator[Path]:
     return _states(folder, name, "")
 
 
+def is_state(path: Path) -> bool:
+    """Return whether a run's file or folder is a state by its name."""
+    return re.search(f"{_STATE}$", path.name) is not None
+
+
 def previous_states(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield the folders of an earlier run's states, renamed to ``NAME.previous``."""
     return _states(folder, name, ".previous")
 
 
 def _states(folder: Path, name: str | None, suffix: str) -> Iterator[Path]:
-    rest = rf"(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state{re.escape(suffix)}"
+    rest = rf"(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?{_STATE}{re.escape(suffix)}"
     return (path for path in _Place.of(folder, name).matching(rest) if path.is_dir())
 
 

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kohya_ext import renames
 from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.run import resume, run_record
+from kohya_ext.run import atomic_write, resume, run_record
 from kohya_ext.run.atomic_write import folders_elsewhere
 from patches import exact_resume
 
@@ -384,3 +385,26 @@ def test_paths_of_a_run_that_differ_in_case_are_compared_as_the_file_system_does
     assert run_record.RunRecord("x.py", {"seed": "2"}).differences(run_record.RunRecord("x.py", {})) == [
         "--seed was not given and is 2"
     ]
+
+
+def test_auto_resumes_a_state_that_was_saved_next_to_one_that_is_open(tmp_path, monkeypatch, capsys):
+    def replace(source, target, original=os.replace):
+        if Path(source).name == "my.cat-state":
+            error = PermissionError(13, "in use")
+            error.winerror = 32  # type: ignore[attr-defined]
+            raise error
+        original(source, target)
+
+    def save(folder):
+        folder.mkdir()
+        write_state(folder, "files", 0)
+        run_record.write(folder, run_record.RunRecord("x.py", {}, id="1"), 1)
+
+    monkeypatch.setattr(renames, "PATIENCE", 0.0)
+    monkeypatch.setattr(os, "replace", replace)
+    for _ in range(2):
+        atomic_write.write_atomically(tmp_path / "my.cat-state", save, lambda: 0)
+    assert "saved my.cat-state.2 instead" in capsys.readouterr().err
+    run = run_record.RunRecord("x.py", {}, id="1")
+    assert resume.state_to_resume(tmp_path, "my.cat", run) == tmp_path / "my.cat-state.2"
+    assert {path.name for path in resume.stale_states(tmp_path, "my.cat", run, None)} == {"my.cat-state", "my.cat-state.2"}
