@@ -172,6 +172,8 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
     assert state is not None
     if not state.is_dir():
         findings.errors.append(f"--resume {state} does not exist")
+    elif (problem := resume.unreadable(state)) is not None:
+        findings.errors.append(f"--resume: {problem}")
     elif (problem := resume.state_problem(state, settings["inexact_resume"])) is not None:
         advice = f"Use another state, or --resume auto{resume.inexact_advice(state)}"
         findings.errors.append(f"--resume {state} is damaged: {problem}. {advice}")

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kohya_ext.config.command_line import without_secrets
+from kohya_ext.renames import patiently
 from kohya_ext.run.output_files import is_same_path, output_name
 
 FILE = "kohya_ext_run.json"
@@ -101,7 +102,7 @@ def write(folder: Path, record: RunRecord, step: int) -> None:
 def read(folder: Path) -> RunRecord | None:
     """Return the record of a state; None when it is missing (saved without kohya_ext) or damaged."""
     try:
-        row = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        row = json.loads(patiently(lambda: (folder / FILE).read_text(encoding="utf-8")))
         record = RunRecord(**{**row, "command": tuple(row["command"])})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
