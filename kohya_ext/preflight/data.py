@@ -100,8 +100,24 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
             findings.errors.append(problem)
         if caches.are_read(subset.options, settings):
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
+    if "network" in script.name:  # the others split without a seed, too, always in the same way
+        _check_split(folders, findings)
     if any(sizes.values()) and not findings.errors:
         _add_steps(folders, sizes, args, findings)
+
+
+def _check_split(folders: Sequence[Subset], findings: Findings) -> None:
+    """Warn if upstream chooses the validation images at random, so that a resume chooses others."""
+    if any(
+        subset.options.get("validation_split")
+        and subset.options.get("validation_seed") is None
+        and subset.options.get("seed") is None
+        for subset in folders
+    ):
+        findings.warnings.append(
+            "--validation_split without --validation_seed or --seed: a resumed run validates other images, on which it has "
+            "trained before; add --validation_seed 1"
+        )
 
 
 def _check_prompts_file(args: Namespace, findings: Findings) -> None:

@@ -459,6 +459,27 @@ def test_a_dataset_config_without_resolution_or_metadata_is_an_error(tmp_path):
     assert error.endswith("the metadata_file missing.json does not exist")
 
 
+@pytest.mark.parametrize(
+    ("script", "args", "more", "is_warned"),
+    [
+        ("sdxl_train_network.py", {"validation_split": 0.5}, "", True),
+        ("sdxl_train_network.py", {"validation_split": 0.5, "seed": 1}, "", False),
+        ("sdxl_train_network.py", {"validation_split": 0.5, "validation_seed": 0}, "", False),
+        ("sdxl_train_network.py", {"validation_split": 0.0}, "", False),
+        ("sdxl_train_network.py", {}, "validation_split = 0.5", True),
+        ("sdxl_train_network.py", {}, "validation_split = 0.5\nvalidation_seed = 1", False),
+        ("sdxl_train.py", {"validation_split": 0.5}, "", False),
+    ],
+)
+def test_validation_images_that_change_at_a_resume_are_a_warning(tmp_path, script, args, more, is_warned):
+    write_images(tmp_path / "data", (64, 64), (64, 64))
+    text = f"[[datasets]]\nresolution = 64\n{more}\n[[datasets.subsets]]\nimage_dir = '{tmp_path / 'data'}'\n"
+    (tmp_path / "data.toml").write_text(text)
+    given = {"validation_split": 0.0, "validation_seed": None, "seed": None, "max_train_steps": 1, **args}
+    warnings = check(data.check, script, dataset_config=str(tmp_path / "data.toml"), **given).warnings
+    assert any("add --validation_seed 1" in line for line in warnings) == is_warned
+
+
 def test_parent_of_a_subset_folder_is_suggested(tmp_path):
     write_images(tmp_path / "2_sks")
     (error,) = check(data.check, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
