@@ -549,11 +549,26 @@ def _add_steps(
     steps = args.max_train_steps if epochs is None else epochs * per_epoch
     if steps < 1:
         findings.errors.append(f"nothing to train: {steps} steps; use --max_train_steps or --max_train_epochs of 1 or more")
+    if any(steps <= start for start in _initial_steps(args, per_epoch)):
+        findings.warnings.append(
+            "--initial_step or --initial_epoch is about the end of the run, or after it: the script then ends with an "
+            f"AssertionError; use fewer than {steps} steps, or {math.ceil(steps / max(per_epoch, 1))} epochs at most"
+        )
     findings.steps = steps
     findings.notes.append(
         f"{images} images, {trained} with repeats, about {per_epoch} steps per epoch; {steps} steps in total, "
         f"{steps / max(per_epoch, 1):.3g} epochs"
     )
+
+
+def _initial_steps(args: Namespace, per_epoch: int) -> Iterator[int]:
+    """Yield the step at which a LoRA script begins, where :mod:`numbers` does not compare it with the end of the run."""
+    step, epoch = getattr(args, "initial_step", None), getattr(args, "initial_epoch", None)
+    epochs = getattr(args, "max_train_epochs", None)
+    if step and epochs is not None:
+        yield step
+    elif step is None and epoch is not None and epoch > 1 and epochs is None:
+        yield (epoch - 1) * per_epoch
 
 
 def _bucket_counts(

@@ -239,6 +239,21 @@ def test_steps_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("args", "is_warned"),
+    [
+        ({"initial_epoch": 5}, True),
+        ({"initial_epoch": 4}, False),
+        ({"max_train_epochs": 2, "initial_step": 10}, True),
+        ({"max_train_epochs": 2, "initial_step": 9}, False),
+    ],
+)
+def test_a_start_after_the_end_is_a_warning_where_the_steps_of_an_epoch_are_estimated(tmp_path, args, is_warned):
+    write_images(tmp_path / "5_cat")
+    warnings = check(data.check, train_data_dir=str(tmp_path), **ARGS, **args).warnings
+    assert any("about the end of the run" in line for line in warnings) == is_warned
+
+
+@pytest.mark.parametrize(
     ("folder", "expected"),
     [
         ("missing", "does not exist"),
@@ -854,6 +869,13 @@ def test_option_that_the_script_does_not_read_is_a_warning(script, option, warne
         ({"validate_every_n_epochs": 0}, "--validate_every_n_epochs 0"),
         ({"save_last_n_epochs": 0}, "--save_last_n_epochs 0: the file that was just saved would be removed"),
         ({"max_data_loader_n_workers": -1}, "--max_data_loader_n_workers -1"),
+        ({"initial_epoch": 0}, "--initial_epoch 0: epochs are counted from 1; use 1 or more, or remove it"),
+        ({"initial_step": -1}, "--initial_step -1"),
+        (
+            {"initial_step": 1600, "max_train_steps": 1600, "initial_epoch": 2},
+            "--initial_step 1600 leaves nothing to train of --max_train_steps 1600; change one of them",
+        ),
+        ({"initial_epoch": 3, "max_train_epochs": 2, "max_train_steps": 9}, "--initial_epoch 3 leaves nothing to train"),
         ({"max_train_epochs": 0}, "--max_train_epochs 0: nothing would be trained"),
         ({"seed": -1}, "--seed -1: NumPy requires an unsigned 32-bit seed; use a number from 0 to 4294967295"),
         ({"min_snr_gamma": -5.0}, "--min_snr_gamma -5: the loss would be maximized"),
@@ -874,6 +896,11 @@ def test_number_out_of_range_is_an_error_with_the_range(args, expected):
 
 def test_clip_skip_is_checked_for_sd15_only():
     assert check(options.check, "train_db.py", clip_skip=0).errors
+    (error,) = check(options.check, "fine_tune.py", clip_skip=13).errors
+    assert error == "--clip_skip 13: the text encoder has 12 layers; use a number from 1 to 12, or remove it"
+    assert not check(options.check, "fine_tune.py", clip_skip=12).errors
+    assert not check(options.check, "fine_tune.py", clip_skip=23, v2=True).errors
+    assert not check(options.check, "sdxl_train.py", clip_skip=13).errors
     assert not check(options.check, "sdxl_train.py", clip_skip=0).errors
 
 
@@ -902,6 +929,8 @@ def test_fp16_weights_without_full_fp16_are_an_error(script, args, fails):
         {"network_dim": 1, "network_module": "networks.oft_v2", "network_args": ["block_size=16"]},
         {"network_dim": -1, "dim_from_weights": True},
         {"network_alpha": 0},
+        {"initial_step": 9, "max_train_steps": 8, "max_train_epochs": 2},
+        {"initial_step": 0, "initial_epoch": 9, "max_train_steps": 8, "max_train_epochs": 2},
         {"sample_every_n_steps": 0, "min_snr_gamma": 0, "max_grad_norm": 0, "scale_weight_norms": 0, "save_last_n_steps": 0},
         {
             "caption_dropout_rate": 0,
