@@ -84,7 +84,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         if not subset.folder.is_dir():
             findings.errors.append(f"the dataset folder {subset.folder} does not exist")
             continue
-        files = images_of(subset.folder)
+        files = _images_to_train(subset, findings)
         if not files and not subset.regularisation:
             findings.errors.append(f"no images in {subset.folder} ({', '.join(IMAGE_SUFFIXES[:5])})")
         index = None
@@ -324,7 +324,33 @@ def images_of(folder: Path) -> list[Path]:
     Takes a third of the time of ``Path.iterdir`` and a sort.
     """
     names = [name for name in os.listdir(folder) if _suffix(name) in IMAGE_SUFFIXES and not name.startswith(".")]
-    return [folder / name for name in sorted(names)]
+    return [folder / name for name in sorted(names) if _is_read(name)]
+
+
+def _images_to_train(subset: Subset, findings: Findings) -> list[Path]:
+    """Return the images that a subset trains; add a warning about those that sd-scripts leaves out."""
+    files, unread = images_of(subset.folder), _images_that_are_not_read(subset.folder)
+    if subset.has_metadata_file:  # which names them
+        return sorted([*files, *unread])
+    if unread:
+        suffix = unread[0].suffix
+        findings.warnings.append(
+            f"{subset.folder}: {len(unread)} images are not trained, because sd-scripts reads {suffix.lower()} or "
+            f"{suffix.upper()}, not {suffix}: {abbreviated([file.name for file in unread])}; rename them"
+        )
+    return files
+
+
+def _images_that_are_not_read(folder: Path) -> list[Path]:
+    """Return the images of a folder that sd-scripts leaves out, because the case of their suffixes is mixed (``.Png``)."""
+    names = sorted(name for name in os.listdir(folder) if not _is_read(name) and not name.startswith("."))
+    return [folder / name for name in names if _suffix(name) in IMAGE_SUFFIXES]
+
+
+def _is_read(name: str) -> bool:
+    """Return whether the suffix is all lower or all upper case; Python's glob ignores case on Windows only."""
+    suffix = os.path.splitext(name)[1]
+    return os.name == "nt" or suffix in (suffix.lower(), suffix.upper())
 
 
 def _suffix(name: str) -> str:

@@ -303,6 +303,22 @@ def test_checked_images_of_a_cached_dataset_are_not_opened_again(tmp_path, monke
     assert [image.name in error or "empty captions" in error for error in errors] == [True, True]
 
 
+def test_images_whose_suffix_has_a_mixed_case_are_a_warning_where_sd_scripts_leaves_them_out(tmp_path):
+    folder = tmp_path / "5_cat"
+    write_images(folder)
+    for file in sorted(folder.glob("*.png")):
+        for name in ("mixed.Png", "upper.PNG"):
+            shutil.copy(file, folder / f"{file.stem}_{name}")
+    findings = check(data.check, train_data_dir=str(tmp_path), **ARGS)
+    assert not findings.errors
+    expected = "2 images are not trained, because sd-scripts reads .png or .PNG, not .Png: 0_mixed.Png, 1"
+    assert [expected in line for line in findings.warnings if "not trained" in line] == [True] * (os.name != "nt")
+    assert findings.notes[-1].startswith("6 images" if os.name == "nt" else "4 images")
+    (tmp_path / "meta.json").write_text("{}")
+    findings = check(data.check, train_data_dir=str(folder), in_json=str(tmp_path / "meta.json"), **ARGS)
+    assert findings.notes[-1].startswith("6 images")
+
+
 def test_images_are_those_that_sd_scripts_takes_for_images(tmp_path):
     """It chooses by the name, and glob leaves out hidden files, such as those that macOS adds on other file systems."""
     folder = write_images(tmp_path / "1_cat")
