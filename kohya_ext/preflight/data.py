@@ -26,6 +26,9 @@ from kohya_ext.sdscripts import families
 #: Image suffixes that sd-scripts reads; the last two only with a plug-in.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
 
+#: Usual extensions of captions.
+_CAPTION_EXTENSIONS = (".txt", ".caption")
+
 #: Fraction of the training resolution's area below which an image is enlarged to more than twice its size.
 _SMALL_AREA = 0.25
 
@@ -63,6 +66,11 @@ class Subset:
     """Subsets of one dataset share its buckets."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The script's arguments, overridden by the options of this subset in a dataset config."""
+
+    def __post_init__(self) -> None:
+        """Add the dot of the extension, as upstream does."""
+        if self.caption_extension and not self.caption_extension.startswith("."):
+            object.__setattr__(self, "caption_extension", f".{self.caption_extension}")
 
     @property
     def buckets(self) -> Buckets | None:
@@ -285,7 +293,8 @@ def _shown(document: Any, path: Sequence[str]) -> str:
 
 
 def _defaults(args: Namespace) -> dict[str, Any]:
-    names = {"train_batch_size": "batch_size", "caption_extension": "caption_extension", "resolution": "resolution"}
+    names = {"train_batch_size": "batch_size", "resolution": "resolution"}
+    names |= {"caption_extension": "caption_extension", "caption_extention": "caption_extension"}  # the latter is set last
     return {name: getattr(args, key) for key, name in names.items() if getattr(args, key, None) is not None}
 
 
@@ -551,8 +560,11 @@ def _known_tokens(caption: Path, index: FileIndex | None) -> tuple[int, int] | N
 def _report_missing(subset: Subset, files: list[Path], missing: list[str], findings: Findings) -> None:
     """Add a warning about images without captions, or an error if the folder names no caption for them."""
     fallback = f"the caption {subset.class_tokens!r}" if subset.class_tokens else "an empty caption"
-    others = [ext for ext in (".txt", ".caption") if ext != subset.caption_extension and files[0].with_suffix(ext).exists()]
-    hint = f"; for the {others[0]} files use --caption_extension {others[0]}" if others else ""
+    stems = [os.path.splitext(subset.folder / name)[0] for name in missing]
+    usual = [ext for ext in _CAPTION_EXTENSIONS if ext != subset.caption_extension]
+    others = [ext for ext in usual if any(os.path.exists(f"{stem}{ext}") for stem in stems)]
+    option = 'caption_extension = "{0}"' if subset.options.get("dataset_config") else "--caption_extension {0}"
+    hint = f"; for the {others[0]} files use {option.format(others[0])}" if others else ""
     message = (
         f"{len(missing)} of {len(files)} images in {subset.folder} have no {subset.caption_extension} caption "
         f"and train with {fallback}{hint}"

@@ -453,6 +453,25 @@ def test_missing_captions_are_counted_and_the_other_extension_is_suggested(tmp_p
     assert "--caption_extension .txt" in warning
 
 
+@pytest.mark.parametrize("option", ["caption_extension", "caption_extention"])
+@pytest.mark.parametrize("in_config", [False, True])
+def test_a_caption_extension_may_lack_its_dot(tmp_path, option, in_config):
+    folder = write_images(tmp_path / "data" / "1_cat")
+    (tmp_path / "data.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{folder}'\n")
+    where = {"dataset_config": str(tmp_path / "data.toml")} if in_config else {"train_data_dir": str(tmp_path / "data")}
+    findings = check(data.check, **where, **{**ARGS, "caption_extension": ".caption", option: "txt"})
+    assert not [*findings.errors, *findings.warnings]
+
+
+def test_the_captions_of_other_images_than_the_first_are_suggested_as_an_option_of_the_config(tmp_path):
+    folder = write_images(tmp_path / "data", *[(64, 64)] * 3)
+    (folder / "0.txt").unlink()
+    (tmp_path / "data.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{folder}'\n")
+    (error,) = check(data.check, dataset_config=str(tmp_path / "data.toml"), max_train_steps=1).errors
+    assert error.startswith("3 of 3 images")
+    assert error.endswith('for the .txt files use caption_extension = ".txt"')
+
+
 def test_captions_whose_first_line_is_blank_are_a_warning(tmp_path):
     write_images(tmp_path / "1_cat", *[(64, 64)] * 3)
     for index, text in enumerate(("\r\na cat\r\n", " \n", "a cat\n\n")):
