@@ -64,6 +64,15 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     _check_state(script, args, settings, findings)
 
 
+def problems_of_model(script: Path, values: Mapping[str, object]) -> list[str]:
+    """Return why a script cannot train the model that is given; empty for none, and for a repository."""
+    name, findings = values.get(MODEL), Findings()
+    header = _header(str(name), MODEL, families.of(script.name, values), findings) if name else None
+    if header is not None:
+        model_files.check_model(script, Namespace(**values), header.shapes, findings)
+    return findings.errors
+
+
 def _header(name: str, option: str, family: Family | None, findings: Findings) -> Header | None:
     """Return the header of an option's file; None for a repository, a folder, another format, and a file with an error."""
     path, label = Path(name), f"--{option} {name}"
