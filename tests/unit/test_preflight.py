@@ -138,6 +138,37 @@ def test_weights_in_8_bits_with_scales_need_their_reader(tmp_path):
     assert any("which sd-scripts would read without them" in error for error in errors)
 
 
+@pytest.mark.parametrize("option", ["pretrained_model_name_or_path", "network_weights", "base_weights"])
+@pytest.mark.parametrize(
+    ("rows", "size", "expected"),
+    [
+        ({}, 0, "has no tensors"),
+        ({"__metadata__": {"a": "b"}}, 0, "has no tensors"),
+        ({"lora_a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 8, "has bytes that belong to no tensor"),
+        ({"lora_a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}, 4, "has tensors of the type X9, which cannot"),
+        ({"lora_a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, 3, "of the type F6_E2M3"),
+        ({"lora_a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}, 4, None),
+    ],
+)
+def test_files_that_safetensors_or_torch_cannot_read_are_errors(tmp_path, option, rows, size, expected):
+    header = json.dumps(rows).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+    given = [str(file)] if option == "base_weights" else str(file)
+    errors = check(models.check, "sdxl_train_network.py", **{option: given}).errors
+    named = [error for error in errors if error.startswith(f"--{option} {file} has ")]
+    assert [expected in error for error in named] == [True] * (expected is not None)
+
+
+@pytest.mark.parametrize("args", [{"disable_mmap_load_safetensors": True}, {"script": "anima_train_network.py"}])
+def test_a_file_with_more_bytes_is_a_warning_where_sd_scripts_reads_it_itself(tmp_path, args):
+    file = write_safetensors(tmp_path / "x.safetensors", ["net.llm_adapter.x"])
+    file.write_bytes(file.read_bytes() + b"more")
+    findings = check(models.check, pretrained_model_name_or_path=str(file), **args)
+    assert any("bytes that belong to no tensor" in line for line in findings.warnings)
+    assert not any("bytes that belong to no tensor" in line for line in findings.errors)
+
+
 @pytest.mark.parametrize(("name", "start"), [("model.gguf", b"GGUF"), ("model.safetensors", b"GGUF")])
 def test_gguf_is_an_error(tmp_path, name, start):
     file = tmp_path / name
