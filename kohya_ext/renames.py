@@ -1,4 +1,4 @@
-"""Rename, replace and remove files that other programs may have open.
+"""Rename, replace, remove and read files that other programs may have open.
 
 On Windows this fails while a program has the file open: Explorer, search, virus scanners and backup programs for a moment,
 ComfyUI with a model for as long as it is loaded. So each operation is repeated for :data:`PATIENCE` seconds.
@@ -26,7 +26,9 @@ _OPEN = {5, 32, 33, 1224}
 
 def is_open(error: OSError) -> bool:
     """Return whether an operation has failed because a file is open; only on Windows."""
-    return getattr(error, "winerror", None) in _OPEN
+    number = getattr(error, "winerror", None)
+    # The function `open` gives no error number of Windows.
+    return number in _OPEN or (number is None and os.name == "nt" and isinstance(error, PermissionError))
 
 
 def rename(source: Path, target: Path) -> None:

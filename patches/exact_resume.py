@@ -92,6 +92,8 @@ def _load_state(original: Any, settings: Settings) -> Any:
         current = resume.position()
         if current is not None and folder is not None:
             _exit_if_finished(Path(folder), current.args)
+        if folder is not None and (problem := resume.unreadable(Path(folder))) is not None:
+            stop(f"cannot resume: {problem}")
         if folder is not None and not settings[INEXACT_RESUME]:
             problem = resume.random_state_problem(Path(folder), self.process_index)
             if problem is not None:

@@ -18,7 +18,7 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch, moved, takes
 from kohya_ext.patching.step_loss import callers, local_names, variables
-from kohya_ext.patching.training_loop import Stage, current, program
+from kohya_ext.patching.training_loop import Stage, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run.validation import INSTEAD_OF, Validation, paths, preserved_random_state
 
@@ -56,8 +56,6 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Lo
         unseeded = "draws two splits; add --validation_seed 1"
         reason = unseeded if args.validation_seed is None else "rounds both numbers up; another --validation_split may not"
         warn(f"some validation images are also trained on, because upstream {reason}")
-    elif held_out and args.validation_seed is None and program().command.values.get("seed") is None:
-        warn("without --seed or --validation_seed a resumed run holds out other images; add --validation_seed 1")
     elif not held_out:
         note("no held-out images: the loss of a few training images measures memorisation only partly")
     seed = next(each for each in (args.validation_seed, args.seed, 0) if each is not None)

@@ -28,7 +28,8 @@ from kohya_ext.output import Console
 from kohya_ext.planning import automatic, chosen_speed
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import fits, usable_bytes
-from kohya_ext.sdscripts import networks
+from kohya_ext.preflight.models import problems_of_model
+from kohya_ext.sdscripts import families, networks
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
 
 #: Returns the estimates of command lines.
@@ -84,10 +85,18 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def warn_of_model(command: CommandLine) -> None:
+    """Warn if the model that is given cannot be trained, so that another one is estimated."""
+    kind = families.checkpoint_of(command.name, command.values)
+    for problem in problems_of_model(Path(command.name), command.values):
+        warn(f"{problem}. This estimate is for a usual checkpoint{f' of {kind.title}' if kind is not None else ''}")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code, 1 if the run does not fit the GPU."""
     request = training_command.read(arguments, automatic, "nothing to estimate", _add_own)
     checkout, command, own = request.checkout, request.command, request.own
+    warn_of_model(command)
     figure = charts.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
         command = command.with_({"vram": own["vram"]})

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from kohya_ext import installed_gpus, units
-from kohya_ext.commands.estimate import ACCURACY
+from kohya_ext.commands.estimate import ACCURACY, warn_of_model
 from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine, quoted
 from kohya_ext.console import note
@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     # A preset from the environment would be missing in the printed command line.
     environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
     command = replace(request.command, environ=environ)
+    warn_of_model(command)
     if "gpus" in own:
         several_gpus.print_plan(request.checkout, command, own)
         return 0

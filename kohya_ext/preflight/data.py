@@ -26,6 +26,9 @@ from kohya_ext.sdscripts import families
 #: Image suffixes that sd-scripts reads; the last two only with a plug-in.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
 
+#: Usual extensions of captions.
+_CAPTION_EXTENSIONS = (".txt", ".caption")
+
 #: Fraction of the training resolution's area below which an image is enlarged to more than twice its size.
 _SMALL_AREA = 0.25
 
@@ -64,6 +67,11 @@ class Subset:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The script's arguments, overridden by the options of this subset in a dataset config."""
 
+    def __post_init__(self) -> None:
+        """Add the dot of the extension, as upstream does."""
+        if self.caption_extension and not self.caption_extension.startswith("."):
+            object.__setattr__(self, "caption_extension", f".{self.caption_extension}")
+
     @property
     def buckets(self) -> Buckets | None:
         """The training sizes of its images; None when the resolution is unknown."""
@@ -84,7 +92,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         if not subset.folder.is_dir():
             findings.errors.append(f"the dataset folder {subset.folder} does not exist")
             continue
-        files = images_of(subset.folder)
+        files = _images_to_train(subset, findings)
         if not files and not subset.regularisation:
             findings.errors.append(f"no images in {subset.folder} ({', '.join(IMAGE_SUFFIXES[:5])})")
         index = None
@@ -100,8 +108,24 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
             findings.errors.append(problem)
         if caches.are_read(subset.options, settings):
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
+    if "network" in script.name:  # the others split without a seed, too, always in the same way
+        _check_split(folders, findings)
     if any(sizes.values()) and not findings.errors:
         _add_steps(folders, sizes, args, findings)
+
+
+def _check_split(folders: Sequence[Subset], findings: Findings) -> None:
+    """Warn if upstream chooses the validation images at random, so that a resume chooses others."""
+    if any(
+        subset.options.get("validation_split")
+        and subset.options.get("validation_seed") is None
+        and subset.options.get("seed") is None
+        for subset in folders
+    ):
+        findings.warnings.append(
+            "--validation_split without --validation_seed or --seed: a resumed run validates other images, on which it has "
+            "trained before; add --validation_seed 1"
+        )
 
 
 def _check_prompts_file(args: Namespace, findings: Findings) -> None:
@@ -269,7 +293,8 @@ def _shown(document: Any, path: Sequence[str]) -> str:
 
 
 def _defaults(args: Namespace) -> dict[str, Any]:
-    names = {"train_batch_size": "batch_size", "caption_extension": "caption_extension", "resolution": "resolution"}
+    names = {"train_batch_size": "batch_size", "resolution": "resolution"}
+    names |= {"caption_extension": "caption_extension", "caption_extention": "caption_extension"}  # the latter is set last
     return {name: getattr(args, key) for key, name in names.items() if getattr(args, key, None) is not None}
 
 
@@ -308,7 +333,33 @@ def images_of(folder: Path) -> list[Path]:
     Takes a third of the time of ``Path.iterdir`` and a sort.
     """
     names = [name for name in os.listdir(folder) if _suffix(name) in IMAGE_SUFFIXES and not name.startswith(".")]
-    return [folder / name for name in sorted(names)]
+    return [folder / name for name in sorted(names) if _is_read(name)]
+
+
+def _images_to_train(subset: Subset, findings: Findings) -> list[Path]:
+    """Return the images that a subset trains; add a warning about those that sd-scripts leaves out."""
+    files, unread = images_of(subset.folder), _images_that_are_not_read(subset.folder)
+    if subset.has_metadata_file:  # which names them
+        return sorted([*files, *unread])
+    if unread:
+        suffix = unread[0].suffix
+        findings.warnings.append(
+            f"{subset.folder}: {len(unread)} images are not trained, because sd-scripts reads {suffix.lower()} or "
+            f"{suffix.upper()}, not {suffix}: {abbreviated([file.name for file in unread])}; rename them"
+        )
+    return files
+
+
+def _images_that_are_not_read(folder: Path) -> list[Path]:
+    """Return the images of a folder that sd-scripts leaves out, because the case of their suffixes is mixed (``.Png``)."""
+    names = sorted(name for name in os.listdir(folder) if not _is_read(name) and not name.startswith("."))
+    return [folder / name for name in names if _suffix(name) in IMAGE_SUFFIXES]
+
+
+def _is_read(name: str) -> bool:
+    """Return whether the suffix is all lower or all upper case; Python's glob ignores case on Windows only."""
+    suffix = os.path.splitext(name)[1]
+    return os.name == "nt" or suffix in (suffix.lower(), suffix.upper())
 
 
 def _suffix(name: str) -> str:
@@ -509,8 +560,11 @@ def _known_tokens(caption: Path, index: FileIndex | None) -> tuple[int, int] | N
 def _report_missing(subset: Subset, files: list[Path], missing: list[str], findings: Findings) -> None:
     """Add a warning about images without captions, or an error if the folder names no caption for them."""
     fallback = f"the caption {subset.class_tokens!r}" if subset.class_tokens else "an empty caption"
-    others = [ext for ext in (".txt", ".caption") if ext != subset.caption_extension and files[0].with_suffix(ext).exists()]
-    hint = f"; for the {others[0]} files use --caption_extension {others[0]}" if others else ""
+    stems = [os.path.splitext(subset.folder / name)[0] for name in missing]
+    usual = [ext for ext in _CAPTION_EXTENSIONS if ext != subset.caption_extension]
+    others = [ext for ext in usual if any(os.path.exists(f"{stem}{ext}") for stem in stems)]
+    option = 'caption_extension = "{0}"' if subset.options.get("dataset_config") else "--caption_extension {0}"
+    hint = f"; for the {others[0]} files use {option.format(others[0])}" if others else ""
     message = (
         f"{len(missing)} of {len(files)} images in {subset.folder} have no {subset.caption_extension} caption "
         f"and train with {fallback}{hint}"
@@ -533,11 +587,26 @@ def _add_steps(
     steps = args.max_train_steps if epochs is None else epochs * per_epoch
     if steps < 1:
         findings.errors.append(f"nothing to train: {steps} steps; use --max_train_steps or --max_train_epochs of 1 or more")
+    if any(steps <= start for start in _initial_steps(args, per_epoch)):
+        findings.warnings.append(
+            "--initial_step or --initial_epoch is about the end of the run, or after it: the script then ends with an "
+            f"AssertionError; use fewer than {steps} steps, or {math.ceil(steps / max(per_epoch, 1))} epochs at most"
+        )
     findings.steps = steps
     findings.notes.append(
         f"{images} images, {trained} with repeats, about {per_epoch} steps per epoch; {steps} steps in total, "
         f"{steps / max(per_epoch, 1):.3g} epochs"
     )
+
+
+def _initial_steps(args: Namespace, per_epoch: int) -> Iterator[int]:
+    """Yield the step at which a LoRA script begins, where :mod:`numbers` does not compare it with the end of the run."""
+    step, epoch = getattr(args, "initial_step", None), getattr(args, "initial_epoch", None)
+    epochs = getattr(args, "max_train_epochs", None)
+    if step and epochs is not None:
+        yield step
+    elif step is None and epoch is not None and epoch > 1 and epochs is None:
+        yield (epoch - 1) * per_epoch
 
 
 def _bucket_counts(

@@ -35,6 +35,12 @@ _OPENED = ("vae", *model_files.NETWORKS)
 #: Options that may name a folder with a model of transformers.
 _FOLDERS = ("qwen3",)
 
+#: Families whose model upstream reads without the library of safetensors, which refuses more files.
+_READ_BY_UPSTREAM = ("anima", "hunyuan-image")
+
+#: Types of safetensors that torch does not have, or does not compute with.
+_UNTRAINABLE = {"F4", "F6_E2M3", "F6_E3M2"}
+
 #: The patch that reads weights with scales.
 _READER = "scaled_checkpoints"
 
@@ -48,6 +54,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         findings.errors.append(f"no model to train: --{MODEL} is required")
     elif (header := _header(name, MODEL, family, findings)) is not None:
         model = header.shapes
+        _check_format(args, MODEL, Path(name), header, family, findings)
         model_files.check_model(script, args, model, findings)
         _check_stored_weights(script, args, Path(name), header, settings, findings)
     for option in OTHERS:
@@ -58,10 +65,20 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
             if file == "" and option in _OPENED:
                 findings.errors.append(f"--{option} is empty, and the script would open a file without a name; remove it")
             elif isinstance(file, str) and file and (header := _header(file, option, family, findings)) is not None:
+                _check_format(args, option, Path(file), header, family, findings)
                 model_files.check_file(script, args, option, Path(file), header.shapes, findings)
                 _check_stored_weights(script, args, Path(file), header, settings, findings)
     findings.errors.extend(model_files.missing_options(script, args, model))
     _check_state(script, args, settings, findings)
+
+
+def problems_of_model(script: Path, values: Mapping[str, object]) -> list[str]:
+    """Return why a script cannot train the model that is given; empty for none, and for a repository."""
+    name, findings = values.get(MODEL), Findings()
+    header = _header(str(name), MODEL, families.of(script.name, values), findings) if name else None
+    if header is not None:
+        model_files.check_model(script, Namespace(**values), header.shapes, findings)
+    return findings.errors
 
 
 def _header(name: str, option: str, family: Family | None, findings: Findings) -> Header | None:
@@ -81,7 +98,10 @@ def _header(name: str, option: str, family: Family | None, findings: Findings) -
     try:
         reject_gguf(path)
         if path.suffix in (".safetensors", ".sft"):
-            return _whole(path)
+            if (header := _whole(path)).shapes:
+                return header
+            findings.errors.append(f"{label} has no tensors, so nothing would be loaded from it; download or save it again")
+            return None
         with path.open("rb") as stream:
             start = stream.read(2)
     except OSError as error:
@@ -92,6 +112,29 @@ def _header(name: str, option: str, family: Family | None, findings: Findings) -
         if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # torch.save's zip; its pickle before 2020
             findings.errors.append(f"{label} is neither a safetensors file nor a torch checkpoint")
     return None
+
+
+def _check_format(args: Namespace, option: str, file: Path, header: Header, family: Family | None, findings: Findings) -> None:
+    """Check that the installed safetensors, with which sd-scripts reads most files, and torch know the file's format."""
+    from safetensors import SafetensorError, safe_open  # `estimate` imports this module without sd-scripts' packages
+
+    label = f"--{option} {file}"
+    try:
+        with safe_open(file, "np"):
+            unknown = set(header.dtypes.values()) & _UNTRAINABLE
+    except SafetensorError as error:
+        if "unknown variant" not in str(error):
+            reads_itself = option == MODEL and family is not None and family.name in _READ_BY_UPSTREAM
+            is_read = reads_itself or getattr(args, "disable_mmap_load_safetensors", False)
+            message = f"{label} has bytes that belong to no tensor, so it is probably damaged; download or save it again"
+            (findings.warnings if is_read else findings.errors).append(message)
+            return
+        unknown = set(re.findall("variant `(\\w+)`", str(error)))
+    if unknown:
+        types = ", ".join(sorted(unknown))
+        findings.errors.append(
+            f"{label} has tensors of the type {types}, which cannot be read; download it in another precision"
+        )
 
 
 def _may_be_repository(path: Path, name: str, option: str, family: Family | None) -> bool:
@@ -172,6 +215,8 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
     assert state is not None
     if not state.is_dir():
         findings.errors.append(f"--resume {state} does not exist")
+    elif (problem := resume.unreadable(state)) is not None:
+        findings.errors.append(f"--resume: {problem}")
     elif (problem := resume.state_problem(state, settings["inexact_resume"])) is not None:
         advice = f"Use another state, or --resume auto{resume.inexact_advice(state)}"
         findings.errors.append(f"--resume {state} is damaged: {problem}. {advice}")

@@ -16,7 +16,10 @@ from typing import Any
 from kohya_ext.sdscripts import networks
 
 #: The scripts that use ``--clip_skip``.
-_SD15 = ("train_network.py", "train_db.py", "fine_tune.py", "train_textual_inversion.py")
+_SD15 = ("train_network.py", "train_db.py", "fine_tune.py", "train_textual_inversion.py", "train_leco.py")
+
+#: Layers of the text encoder of SD 1.5, and of SD 2, by the value of ``--v2``.
+_CLIP_LAYERS = {False: 12, True: 23}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ BOUNDS: Mapping[str, Bound] = {
     "save_last_n_steps": Bound(0, "the file that was just saved would be removed"),
     "save_last_n_epochs_state": _KEEP_STATE,
     "save_last_n_steps_state": _KEEP_STATE,
+    "initial_step": Bound(0, "steps are counted from 0"),
+    "initial_epoch": Bound(1, "epochs are counted from 1"),
     "max_train_epochs": Bound(1, "nothing would be trained"),
     "max_data_loader_n_workers": Bound(0, "PyTorch's data loader rejects a negative number"),
     "seed": Bound(0, "NumPy requires an unsigned 32-bit seed", maximum=2**32 - 1),
@@ -82,6 +87,10 @@ def problems(script: Path, args: Namespace) -> Iterator[str]:
         if isinstance(value, float) and not math.isfinite(value) and name not in BOUNDS:
             yield f"--{name} {value:g} is not a number to train with; correct or remove it"
     yield from _ranks(args)
+    yield from _starts(args)
+    layers, skipped = _CLIP_LAYERS[bool(getattr(args, "v2", False))], getattr(args, "clip_skip", None) or 0
+    if script.name in _SD15 and skipped > layers:
+        yield f"--clip_skip {skipped}: the text encoder has {layers} layers; use a number from 1 to {layers}, or remove it"
     first, last = (getattr(args, name, None) for name in ("min_timestep", "max_timestep"))
     if first is not None and last is not None and first > last:
         yield f"--min_timestep {first} is above --max_timestep {last}, so each step would train timestep {last}; swap them"
@@ -113,6 +122,17 @@ def _outside(script: Path, values: Mapping[str, Any], prefix: str) -> Iterator[s
                 allowed = f"a number from {bound.minimum:g} to {bound.maximum:.10g}"
             removable = ", or remove it" if bound.is_optional else ""
             yield f"{prefix}{name} {number:g}: {bound.reason}; use {allowed}{removable}"
+
+
+def _starts(args: Namespace) -> Iterator[str]:
+    """Yield a message if a LoRA script would begin after its last step, which ends it with an AssertionError."""
+    step, epoch = (getattr(args, f"initial_{unit}", None) for unit in ("step", "epoch"))
+    steps, epochs = (getattr(args, f"max_train_{unit}", None) for unit in ("steps", "epochs"))
+    if step is not None:  # it replaces the epoch, as --max_train_epochs replaces the steps
+        if epochs is None and steps is not None and 0 < steps <= step:
+            yield f"--initial_step {step} leaves nothing to train of --max_train_steps {steps}; change one of them"
+    elif epoch is not None and epochs is not None and epoch > max(epochs, 1):
+        yield f"--initial_epoch {epoch} leaves nothing to train of --max_train_epochs {epochs}; change one of them"
 
 
 def _ranks(args: Namespace) -> Iterator[str]:

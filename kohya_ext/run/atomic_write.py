@@ -441,7 +441,9 @@ def _rename(partial: Path, final: Path) -> Path:
 
 
 def _numbered(path: Path) -> Iterator[Path]:
-    return (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(2))
+    """Yield ``cat.2.safetensors`` and so on; for a folder, whose name may have a dot, ``cat.2``."""
+    start, end = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
+    return (path.with_name(f"{start}.{number}{end}") for number in itertools.count(2))
 
 
 def _replace(partial: Path, final: Path) -> None:

@@ -34,6 +34,7 @@ from typing import Any, ParamSpec
 from kohya_ext import console
 from kohya_ext.errors import first_line
 from kohya_ext.run.journal_reader import RunLog
+from kohya_ext.run.output_files import is_state
 from kohya_ext.run.plain_file import NotPlainError, open_for_append, shared_reader
 
 SUFFIX = ".journal.jsonl"
@@ -221,9 +222,8 @@ def saved(path: Path, seconds: float, intended: Path | None = None) -> None:
         return
     _current.files += 1
     _current.seconds += seconds
-    is_state = path.name.endswith("-state")
     size = {} if path.is_dir() else {"bytes": path.stat().st_size}
-    event("state" if is_state else "save", file=os.path.abspath(path), seconds=round(seconds, 3), **size)
+    event("state" if is_state(path) else "save", file=os.path.abspath(path), seconds=round(seconds, 3), **size)
 
 
 @_harmless

@@ -39,6 +39,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.training_loop import TrainingCallback, begin_without_batches, current
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.renames import is_open, patiently
 from kohya_ext.run import data_order, journal, log_links, run_record
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.loaded_parts import LoadedParts, network_norms, save_gradients
@@ -550,7 +551,7 @@ def state_to_resume(
 
     ``elsewhere``: folders to which states of this output folder may have been saved, because it could not be written to.
     States without a record (saved by upstream) count as the run's. Raises UserError when every state of this run is
-    damaged: silently starting over would lose that training.
+    damaged: silently starting over would lose that training. So does one that another program has open.
     """
     broken: dict[Path, str] = {}
     for state in _newest_first(folder, name, run, elsewhere):
@@ -560,6 +561,8 @@ def state_to_resume(
                 f"--resume auto: skipping {state.name}, saved by another run ({', '.join(differences)}); "
                 f"use --resume {state} to resume it anyway"
             )
+        elif (problem := unreadable(state)) is not None:
+            raise UserError(f"--resume auto: {problem}")  # an older state would lose training
         elif (problem := state_problem(state, inexact)) is not None:
             broken[state] = f"{state.name}: {problem}"
         else:
@@ -582,7 +585,7 @@ def _newest_first(folder: Path, name: str | None, run: RunRecord | None = None, 
 
     def belongs_here(state: Path) -> bool:
         record = run_record.read(state)
-        return record is not None and run is not None and record.output == run.output
+        return record is not None and run is not None and record.has_same_output(run)
 
     others = (state for other in elsewhere for state in states(other, name and Path(name).name) if belongs_here(state))
     return sorted({*states(folder, name), *others}, key=saved, reverse=True)
@@ -619,11 +622,28 @@ def stale_states(
     return stale
 
 
+def unreadable(state: Path) -> str | None:
+    """Return which file of a state cannot be read, after waiting for other programs to close it, and a remedy; else None."""
+    for file in sorted(path for path in state.rglob("*") if path.is_file()):
+        try:
+            patiently(lambda file=file: file.open("rb").close())  # type: ignore[misc]
+        except OSError as error:
+            if not is_open(error):
+                return f"{file} cannot be read: {error.strerror or error}; allow it"
+            return (
+                f"{file} is open in another program, which lets no other read it; close that program, or pause the indexer, "
+                "virus scanner or cloud synchronization of this folder, and start again"
+            )
+    return None
+
+
 def state_problem(state: Path, inexact: bool = False) -> str | None:
     """Return why a state cannot be resumed, or None when its files are complete.
 
     ``inexact``: accept a missing or damaged random state.
     """
+    if (problem := unreadable(state)) is not None:
+        return problem
     record = run_record.read(state)
     if record is not None:
         sizes = {name: (state / name).stat().st_size for name in record.files if (state / name).is_file()}
@@ -634,8 +654,8 @@ def state_problem(state: Path, inexact: bool = False) -> str | None:
                 return f"{name} is missing"
             if sizes[name] != size:
                 return f"{name} is truncated: {sizes[name]} of {size} bytes"
-    elif problem := _missing(state, inexact):
-        return problem
+    elif missing := _missing(state, inexact):
+        return missing
     for file in sorted(state.iterdir()):
         if inexact and file.name.startswith("random_states_"):
             continue

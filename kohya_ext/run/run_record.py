@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kohya_ext.config.command_line import without_secrets
-from kohya_ext.run.output_files import output_name
+from kohya_ext.renames import patiently
+from kohya_ext.run.output_files import is_same_path, output_name
 
 FILE = "kohya_ext_run.json"
 """The file in a state's folder."""
@@ -58,13 +59,18 @@ class RunRecord:
         """Return this run as the continuation of an earlier one, with the earlier id and start time; it saves later."""
         return replace(self, id=earlier.id, started=earlier.started, saved=earlier.saved)
 
+    def has_same_output(self, other: RunRecord) -> bool:
+        """Return whether another run has this output folder and name."""
+        (folder, name), (its_folder, its_name) = map(os.path.split, (self.output, other.output))
+        return os.path.normcase(name) == os.path.normcase(its_name) and is_same_path(folder, its_folder)
+
     def differences(self, other: RunRecord) -> list[str]:
         """Return one text per argument in which another run differs; empty when both are the same run."""
         ours, theirs = ({"script": run.script, **run.identity} for run in (self, other))
         return [
             f"{'' if key == 'script' else '--'}{key} was {theirs.get(key, 'not given')} and is {ours.get(key, 'not given')}"
             for key in dict.fromkeys([*ours, *theirs])
-            if ours.get(key) != theirs.get(key)
+            if not is_same_path(ours.get(key, ""), theirs.get(key, ""))
         ]
 
 
@@ -96,7 +102,7 @@ def write(folder: Path, record: RunRecord, step: int) -> None:
 def read(folder: Path) -> RunRecord | None:
     """Return the record of a state; None when it is missing (saved without kohya_ext) or damaged."""
     try:
-        row = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        row = json.loads(patiently(lambda: (folder / FILE).read_text(encoding="utf-8")))
         record = RunRecord(**{**row, "command": tuple(row["command"])})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

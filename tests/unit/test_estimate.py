@@ -109,6 +109,25 @@ def test_images_of_several_sizes_are_mentioned_where_they_reserve_more(checkout,
     assert ("--expandable_segments prevents it" in capsys.readouterr().out) == printed
 
 
+@pytest.mark.parametrize(
+    "command", [["estimate", LORA, "--preset", "16gb"], ["plan", LORA, "--vram", "16"]], ids=["estimate", "plan"]
+)
+def test_a_model_that_cannot_be_trained_is_a_warning(checkout, tmp_path, capsys, command):
+    row = {"cond_stage_model.transformer.x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    header = json.dumps(row).encode()
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    warned = {}
+    for model in (str(other), str(tmp_path / "missing.safetensors"), "stabilityai/sdxl"):
+        assert main([*command, "--json", "--sd-scripts", str(checkout), "--pretrained_model_name_or_path", model]) == 0
+        warned[Path(model).stem] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    (line,) = warned["other"]
+    assert f"is a checkpoint of SD 1.5, but {LORA} trains SDXL" in line
+    (line,) = warned["missing"]
+    assert "missing.safetensors does not exist. This estimate is for a usual checkpoint of SDXL" in line
+    assert warned["sdxl"] == []
+
+
 def test_exit_code_1_when_the_run_does_not_fit(checkout, capsys):
     arguments = ["estimate", "sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout)]
     assert main(arguments) == 0

@@ -155,16 +155,18 @@ def test_warnings_are_events_of_the_current_run(current, capsys):
 
 
 def test_only_models_states_and_samples_of_the_output_folder_are_recorded(current, tmp_path):
-    (tmp_path / "cat-state").mkdir()
-    (tmp_path / "sample").mkdir()
+    for folder in ("cat-state", "cat-state.2", "sample"):
+        (tmp_path / folder).mkdir()
     for name in ("cat.safetensors", "image.npz", "cat-state/model.safetensors", "sample/a.png", "b.png"):
         (tmp_path / name).write_bytes(b"1234")
         (journal.sampled if name.endswith("png") else lambda path: journal.saved(path, 0.5))(tmp_path / name)
-    journal.saved(tmp_path / "cat-state", 1.5)
+    journal.saved(tmp_path / "cat-state", 1.25)
+    journal.saved(tmp_path / "cat-state.2", 0.25)
     events = [(line["kind"], line["file"], line.get("bytes")) for line in read(current.file).latest.events]
-    expected = [("save", "cat.safetensors", 4), ("sample", "sample/a.png", None), ("state", "cat-state", None)]
+    saved = [("save", "cat.safetensors", 4), ("sample", "sample/a.png", None)]
+    expected = [*saved, ("state", "cat-state", None), ("state", "cat-state.2", None)]
     assert events == [(kind, str(tmp_path / name), size) for kind, name, size in expected]
-    assert (current.files, current.seconds) == (3, 2.0)
+    assert (current.files, current.seconds) == (4, 2.0)
 
 
 def test_events_without_a_journal_do_nothing(tmp_path):

@@ -138,6 +138,37 @@ def test_weights_in_8_bits_with_scales_need_their_reader(tmp_path):
     assert any("which sd-scripts would read without them" in error for error in errors)
 
 
+@pytest.mark.parametrize("option", ["pretrained_model_name_or_path", "network_weights", "base_weights"])
+@pytest.mark.parametrize(
+    ("rows", "size", "expected"),
+    [
+        ({}, 0, "has no tensors"),
+        ({"__metadata__": {"a": "b"}}, 0, "has no tensors"),
+        ({"lora_a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 8, "has bytes that belong to no tensor"),
+        ({"lora_a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}, 4, "has tensors of the type X9, which cannot"),
+        ({"lora_a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, 3, "of the type F6_E2M3"),
+        ({"lora_a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}, 4, None),
+    ],
+)
+def test_files_that_safetensors_or_torch_cannot_read_are_errors(tmp_path, option, rows, size, expected):
+    header = json.dumps(rows).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+    given = [str(file)] if option == "base_weights" else str(file)
+    errors = check(models.check, "sdxl_train_network.py", **{option: given}).errors
+    named = [error for error in errors if error.startswith(f"--{option} {file} has ")]
+    assert [expected in error for error in named] == [True] * (expected is not None)
+
+
+@pytest.mark.parametrize("args", [{"disable_mmap_load_safetensors": True}, {"script": "anima_train_network.py"}])
+def test_a_file_with_more_bytes_is_a_warning_where_sd_scripts_reads_it_itself(tmp_path, args):
+    file = write_safetensors(tmp_path / "x.safetensors", ["net.llm_adapter.x"])
+    file.write_bytes(file.read_bytes() + b"more")
+    findings = check(models.check, pretrained_model_name_or_path=str(file), **args)
+    assert any("bytes that belong to no tensor" in line for line in findings.warnings)
+    assert not any("bytes that belong to no tensor" in line for line in findings.errors)
+
+
 @pytest.mark.parametrize(("name", "start"), [("model.gguf", b"GGUF"), ("model.safetensors", b"GGUF")])
 def test_gguf_is_an_error(tmp_path, name, start):
     file = tmp_path / name
@@ -239,6 +270,21 @@ def test_steps_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("args", "is_warned"),
+    [
+        ({"initial_epoch": 5}, True),
+        ({"initial_epoch": 4}, False),
+        ({"max_train_epochs": 2, "initial_step": 10}, True),
+        ({"max_train_epochs": 2, "initial_step": 9}, False),
+    ],
+)
+def test_a_start_after_the_end_is_a_warning_where_the_steps_of_an_epoch_are_estimated(tmp_path, args, is_warned):
+    write_images(tmp_path / "5_cat")
+    warnings = check(data.check, train_data_dir=str(tmp_path), **ARGS, **args).warnings
+    assert any("about the end of the run" in line for line in warnings) == is_warned
+
+
+@pytest.mark.parametrize(
     ("folder", "expected"),
     [
         ("missing", "does not exist"),
@@ -286,6 +332,22 @@ def test_checked_images_of_a_cached_dataset_are_not_opened_again(tmp_path, monke
     image.with_suffix(".txt").write_text("")
     errors = check(data.check, **run, cache_latents_to_disk=True).errors
     assert [image.name in error or "empty captions" in error for error in errors] == [True, True]
+
+
+def test_images_whose_suffix_has_a_mixed_case_are_a_warning_where_sd_scripts_leaves_them_out(tmp_path):
+    folder = tmp_path / "5_cat"
+    write_images(folder)
+    for file in sorted(folder.glob("*.png")):
+        for name in ("mixed.Png", "upper.PNG"):
+            shutil.copy(file, folder / f"{file.stem}_{name}")
+    findings = check(data.check, train_data_dir=str(tmp_path), **ARGS)
+    assert not findings.errors
+    expected = "2 images are not trained, because sd-scripts reads .png or .PNG, not .Png: 0_mixed.Png, 1"
+    assert [expected in line for line in findings.warnings if "not trained" in line] == [True] * (os.name != "nt")
+    assert findings.notes[-1].startswith("6 images" if os.name == "nt" else "4 images")
+    (tmp_path / "meta.json").write_text("{}")
+    findings = check(data.check, train_data_dir=str(folder), in_json=str(tmp_path / "meta.json"), **ARGS)
+    assert findings.notes[-1].startswith("6 images")
 
 
 def test_images_are_those_that_sd_scripts_takes_for_images(tmp_path):
@@ -422,6 +484,25 @@ def test_missing_captions_are_counted_and_the_other_extension_is_suggested(tmp_p
     assert "--caption_extension .txt" in warning
 
 
+@pytest.mark.parametrize("option", ["caption_extension", "caption_extention"])
+@pytest.mark.parametrize("in_config", [False, True])
+def test_a_caption_extension_may_lack_its_dot(tmp_path, option, in_config):
+    folder = write_images(tmp_path / "data" / "1_cat")
+    (tmp_path / "data.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{folder}'\n")
+    where = {"dataset_config": str(tmp_path / "data.toml")} if in_config else {"train_data_dir": str(tmp_path / "data")}
+    findings = check(data.check, **where, **{**ARGS, "caption_extension": ".caption", option: "txt"})
+    assert not [*findings.errors, *findings.warnings]
+
+
+def test_the_captions_of_other_images_than_the_first_are_suggested_as_an_option_of_the_config(tmp_path):
+    folder = write_images(tmp_path / "data", *[(64, 64)] * 3)
+    (folder / "0.txt").unlink()
+    (tmp_path / "data.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{folder}'\n")
+    (error,) = check(data.check, dataset_config=str(tmp_path / "data.toml"), max_train_steps=1).errors
+    assert error.startswith("3 of 3 images")
+    assert error.endswith('for the .txt files use caption_extension = ".txt"')
+
+
 def test_captions_whose_first_line_is_blank_are_a_warning(tmp_path):
     write_images(tmp_path / "1_cat", *[(64, 64)] * 3)
     for index, text in enumerate(("\r\na cat\r\n", " \n", "a cat\n\n")):
@@ -457,6 +538,27 @@ def test_a_dataset_config_without_resolution_or_metadata_is_an_error(tmp_path):
     config.write_text(f"{subset}metadata_file = 'missing.json'\n")
     (error,) = check(data.check, dataset_config=str(config), max_train_steps=3).errors
     assert error.endswith("the metadata_file missing.json does not exist")
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "more", "is_warned"),
+    [
+        ("sdxl_train_network.py", {"validation_split": 0.5}, "", True),
+        ("sdxl_train_network.py", {"validation_split": 0.5, "seed": 1}, "", False),
+        ("sdxl_train_network.py", {"validation_split": 0.5, "validation_seed": 0}, "", False),
+        ("sdxl_train_network.py", {"validation_split": 0.0}, "", False),
+        ("sdxl_train_network.py", {}, "validation_split = 0.5", True),
+        ("sdxl_train_network.py", {}, "validation_split = 0.5\nvalidation_seed = 1", False),
+        ("sdxl_train.py", {"validation_split": 0.5}, "", False),
+    ],
+)
+def test_validation_images_that_change_at_a_resume_are_a_warning(tmp_path, script, args, more, is_warned):
+    write_images(tmp_path / "data", (64, 64), (64, 64))
+    text = f"[[datasets]]\nresolution = 64\n{more}\n[[datasets.subsets]]\nimage_dir = '{tmp_path / 'data'}'\n"
+    (tmp_path / "data.toml").write_text(text)
+    given = {"validation_split": 0.0, "validation_seed": None, "seed": None, "max_train_steps": 1, **args}
+    warnings = check(data.check, script, dataset_config=str(tmp_path / "data.toml"), **given).warnings
+    assert any("add --validation_seed 1" in line for line in warnings) == is_warned
 
 
 def test_parent_of_a_subset_folder_is_suggested(tmp_path):
@@ -833,6 +935,13 @@ def test_option_that_the_script_does_not_read_is_a_warning(script, option, warne
         ({"validate_every_n_epochs": 0}, "--validate_every_n_epochs 0"),
         ({"save_last_n_epochs": 0}, "--save_last_n_epochs 0: the file that was just saved would be removed"),
         ({"max_data_loader_n_workers": -1}, "--max_data_loader_n_workers -1"),
+        ({"initial_epoch": 0}, "--initial_epoch 0: epochs are counted from 1; use 1 or more, or remove it"),
+        ({"initial_step": -1}, "--initial_step -1"),
+        (
+            {"initial_step": 1600, "max_train_steps": 1600, "initial_epoch": 2},
+            "--initial_step 1600 leaves nothing to train of --max_train_steps 1600; change one of them",
+        ),
+        ({"initial_epoch": 3, "max_train_epochs": 2, "max_train_steps": 9}, "--initial_epoch 3 leaves nothing to train"),
         ({"max_train_epochs": 0}, "--max_train_epochs 0: nothing would be trained"),
         ({"seed": -1}, "--seed -1: NumPy requires an unsigned 32-bit seed; use a number from 0 to 4294967295"),
         ({"min_snr_gamma": -5.0}, "--min_snr_gamma -5: the loss would be maximized"),
@@ -853,6 +962,11 @@ def test_number_out_of_range_is_an_error_with_the_range(args, expected):
 
 def test_clip_skip_is_checked_for_sd15_only():
     assert check(options.check, "train_db.py", clip_skip=0).errors
+    (error,) = check(options.check, "fine_tune.py", clip_skip=13).errors
+    assert error == "--clip_skip 13: the text encoder has 12 layers; use a number from 1 to 12, or remove it"
+    assert not check(options.check, "fine_tune.py", clip_skip=12).errors
+    assert not check(options.check, "fine_tune.py", clip_skip=23, v2=True).errors
+    assert not check(options.check, "sdxl_train.py", clip_skip=13).errors
     assert not check(options.check, "sdxl_train.py", clip_skip=0).errors
 
 
@@ -881,6 +995,8 @@ def test_fp16_weights_without_full_fp16_are_an_error(script, args, fails):
         {"network_dim": 1, "network_module": "networks.oft_v2", "network_args": ["block_size=16"]},
         {"network_dim": -1, "dim_from_weights": True},
         {"network_alpha": 0},
+        {"initial_step": 9, "max_train_steps": 8, "max_train_epochs": 2},
+        {"initial_step": 0, "initial_epoch": 9, "max_train_steps": 8, "max_train_epochs": 2},
         {"sample_every_n_steps": 0, "min_snr_gamma": 0, "max_grad_norm": 0, "scale_weight_norms": 0, "save_last_n_steps": 0},
         {
             "caption_dropout_rate": 0,

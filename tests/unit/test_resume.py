@@ -1,7 +1,9 @@
 """A run's position, and the choice of the state to resume."""
 
+import contextlib
 import os
 import random
+import re
 import sys
 import zipfile
 from argparse import Namespace
@@ -10,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from kohya_ext import preflight, renames
 from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.run import resume, run_record
+from kohya_ext.preflight import models
+from kohya_ext.run import atomic_write, resume, run_record
 from kohya_ext.run.atomic_write import folders_elsewhere
 from patches import exact_resume
 
@@ -368,3 +372,88 @@ def test_resumed_run_begins_with_the_first_batch_of_an_accumulated_step(tmp_path
     resumed.accelerator.step = 3  # accelerate's, from a state that was saved within a step
     resumed.keep_loaded(tmp_path)
     assert resumed.accelerator.step == 0
+
+
+def test_paths_of_a_run_that_differ_in_case_are_compared_as_the_file_system_does(tmp_path):
+    (tmp_path / "data").mkdir()
+    is_same = (tmp_path / "DATA").exists()
+
+    def record(data, name):
+        return run_record.RunRecord("x.py", {"train_data_dir": data, "seed": "1"}, output=os.path.join(data, name))
+
+    earlier, run = record(str(tmp_path / "data"), "cat"), record(str(tmp_path / "DATA"), "Cat")
+    assert bool(run.differences(earlier)) == (not is_same)
+    assert run.has_same_output(earlier) == is_same
+    assert run.differences(record(run.identity["train_data_dir"], "cat")) == []
+    assert run_record.RunRecord("x.py", {"seed": "2"}).differences(run_record.RunRecord("x.py", {})) == [
+        "--seed was not given and is 2"
+    ]
+
+
+def test_auto_resumes_a_state_that_was_saved_next_to_one_that_is_open(tmp_path, monkeypatch, capsys):
+    def replace(source, target, original=os.replace):
+        if Path(source).name == "my.cat-state":
+            error = PermissionError(13, "in use")
+            error.winerror = 32  # type: ignore[attr-defined]
+            raise error
+        original(source, target)
+
+    def save(folder):
+        folder.mkdir()
+        write_state(folder, "files", 0)
+        run_record.write(folder, run_record.RunRecord("x.py", {}, id="1"), 1)
+
+    monkeypatch.setattr(renames, "PATIENCE", 0.0)
+    monkeypatch.setattr(os, "replace", replace)
+    for _ in range(2):
+        atomic_write.write_atomically(tmp_path / "my.cat-state", save, lambda: 0)
+    assert "saved my.cat-state.2 instead" in capsys.readouterr().err
+    run = run_record.RunRecord("x.py", {}, id="1")
+    assert resume.state_to_resume(tmp_path, "my.cat", run) == tmp_path / "my.cat-state.2"
+    assert {path.name for path in resume.stale_states(tmp_path, "my.cat", run, None)} == {"my.cat-state", "my.cat-state.2"}
+
+
+@contextlib.contextmanager
+def held(file, monkeypatch, attempts=10**9):
+    """Lets no other program read a file, as an indexer on Windows: simulated elsewhere, and for a number of attempts."""
+    if os.name == "nt" and attempts > 100:
+        import _winapi
+
+        handle = _winapi.CreateFile(str(file), _winapi.GENERIC_READ, 0, 0, _winapi.OPEN_EXISTING, 0, 0)
+        yield
+        _winapi.CloseHandle(handle)
+        return
+    left = [attempts]
+
+    def open_unless_held(path, *args, original=Path.open, **kwargs):
+        if path == file and left[0]:
+            left[0] -= 1
+            error = PermissionError(13, "Permission denied")
+            error.winerror = 32  # type: ignore[attr-defined]
+            raise error
+        return original(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", open_unless_held)
+        yield
+    assert left[0] == 0 or attempts > 100
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "model.safetensors", run_record.FILE])
+def test_a_state_of_which_a_file_is_open_is_not_left_for_an_older_one(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(renames, "PATIENCE", 0.1)
+    run = run_record.RunRecord("x.py", {}, id="1")
+    for step in (1, 2):
+        state = write_state(tmp_path, f"cat-step0000000{step}-state", 0)
+        (state / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        run_record.write(state, run, step)
+    with held(state / name, monkeypatch):
+        with pytest.raises(UserError, match=rf"{re.escape(name)} is open in another program.*close that program"):
+            resume.state_to_resume(tmp_path, "cat", run)
+        with pytest.raises(SystemExit):
+            exact_resume._load_state(None, Settings())(SimpleNamespace(process_index=0), str(state))
+        findings = preflight.Findings()
+        models._check_state(Path("x.py"), Namespace(resume=str(state)), Settings(), findings)
+        assert "is open in another program" in findings.errors[0]
+    with held(state / name, monkeypatch, attempts=1):
+        assert resume.state_to_resume(tmp_path, "cat", run) == state
