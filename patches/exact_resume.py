@@ -22,6 +22,7 @@ from kohya_ext.run import log_links, ranks, resume, run_record
 from kohya_ext.run.atomic_write import folders_elsewhere
 from kohya_ext.run.loaded_parts import OPTIMIZER, SCHEDULER
 from kohya_ext.run.run_record import RunRecord
+from kohya_ext.sdscripts.constraints import MASTERS
 
 INEXACT_RESUME = Option(
     "inexact_resume",
@@ -140,13 +141,13 @@ def _with_late_state(kind: str, registered: list[Any], prepared: Any) -> Any:
 
 
 def _load_optimizer(original: Any, settings: Settings) -> Any:
-    """Load states of bf16 weights in the types in which they were saved, such as Adafactor's float32 averages."""
+    """Load states in the types in which the optimizer keeps them, such as Adafactor's float32 averages of bf16 weights."""
 
     @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        from kohya_ext.optimizers.host_states import load_as_saved
+        from kohya_ext.optimizers import saved_states
 
-        load_as_saved(self.optimizer, partial(original, self), state_dict)
+        saved_states.load(self.optimizer, partial(original, self), state_dict, settings[MASTERS])
 
     return load_state_dict
 
