@@ -184,6 +184,24 @@ def _load_control_net(original: Any, settings: Settings) -> Any:
     return load_state_dict
 
 
+def _load_blocks(original: Any, settings: Settings) -> Any:
+    """Let LyCORIS's DyLoRA load what it saves: each weight as one tensor, although its parameters are blocks of ranks.
+
+    Without it, a resume ends with missing parameters, and ``--network_weights`` trains from zero.
+    """
+
+    @wraps(original)
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        for saved, name, dimension in (("lora_up.weight", "up_list", 1), ("lora_down.weight", "down_list", 0)):
+            whole = state_dict.pop(f"{prefix}{saved}", None)
+            if whole is not None:
+                blocks = whole.flatten(1).split(self.block_size, dimension)
+                state_dict.update((f"{prefix}{name}.{number}", block) for number, block in enumerate(blocks))
+        return original(self, state_dict, prefix, *args, **kwargs)
+
+    return _load_from_state_dict
+
+
 def _clean(original: Any, settings: Settings) -> Any:
     """Keep weights that accelerate removes from a state because they share memory.
 
@@ -248,6 +266,14 @@ PATCH = Patch(
             "SdxlControlNet.load_state_dict",
             _load_control_net,
             takes("self", "state_dict", "strict", "assign", exactly=True),
+            body="runs",
+        ),
+        Target(
+            "lycoris.modules.dylora",
+            "DyLoraModule._load_from_state_dict",
+            _load_blocks,
+            takes("self", "state_dict", "prefix"),
+            optional=True,
             body="runs",
         ),
         Target("library.logging_util", "init_trackers", _init_trackers, body="runs"),

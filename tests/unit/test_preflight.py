@@ -239,6 +239,23 @@ def test_steps_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"initial_step": 12}, "begins at step 12, but numbers it 2"),
+        ({"initial_step": 5}, "up to 5 steps more than the rest are trained"),
+        ({"initial_step": 4}, None),
+        ({"initial_epoch": 2}, None),
+    ],
+    ids=str,
+)
+def test_a_first_step_after_the_first_epoch_is_a_warning_if_the_steps_before_it_are_skipped(tmp_path, given, message):
+    write_images(tmp_path / "5_cat")
+    findings = check(data.check, train_data_dir=str(tmp_path), skip_until_initial_step=True, **given, **ARGS)
+    assert [message in each for each in findings.warnings] == [True] * bool(message)
+    assert not check(data.check, train_data_dir=str(tmp_path), skip_until_initial_step=False, **given, **ARGS).warnings
+
+
+@pytest.mark.parametrize(
     ("folder", "expected"),
     [
         ("missing", "does not exist"),
