@@ -35,6 +35,9 @@ from kohya_ext.sdscripts.families import trains_control_net
 FILE = "kohya_ext_ema.safetensors"
 """The file in a state's folder."""
 
+MODELS_FILE = "kohya_ext_ema_models.json"
+"""The file in a state's folder for the names of the models that were saved with their average; only if there are any."""
+
 _STAGED = 2**29
 """Bytes of pinned memory for the copies of weights. More weights are copied in several groups, each after the one before."""
 
@@ -245,11 +248,11 @@ class _Average(TrainingCallback):
         if self.values:
             from safetensors.torch import save_file
 
-            # A copied state that is resumed in another folder must not remove a file of this one.
-            root = _absolute(self.folder)
-            models = sorted(model.relative_to(root).as_posix() for model in self.written if root in model.parents)
-            metadata = {"updates": str(self.updates), "models": json.dumps(models)}
-            save_file(dict(self.complete()), str(folder / FILE), metadata)
+            save_file(dict(self.complete()), str(folder / FILE), {"updates": str(self.updates)})
+        # A copied state that is resumed in another folder must not remove a file of this one.
+        root = _absolute(self.folder)
+        if models := sorted(model.relative_to(root).as_posix() for model in self.written if root in model.parents):
+            (folder / MODELS_FILE).write_text(json.dumps(models), encoding="utf-8")
 
     def on_state_load(self, folder: Path) -> None:
         """Read the average from the state."""
@@ -261,9 +264,9 @@ class _Average(TrainingCallback):
             return
         with safe_open(file, framework="pt", device=str(self.device)) as stream:
             self.values = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dictionary
-            metadata = stream.metadata()
-        self.updates = int(metadata["updates"])
-        self.written = {_absolute(self.folder / name) for name in json.loads(metadata.get("models", "[]"))}
+            self.updates = int(stream.metadata()["updates"])
+        if (models := folder / MODELS_FILE).is_file():
+            self.written = {_absolute(self.folder / name) for name in json.loads(models.read_text(encoding="utf-8"))}
 
 
 def _absolute(path: str | Path) -> Path:
