@@ -127,11 +127,15 @@ def save_gradients(accelerator: Accelerator, folder: Path) -> bool:
     """Save the gradients that no optimizer clears; return whether there are any."""
     import torch
 
-    weights = _weights_without_optimizer(accelerator)
-    gradients = {name: weight.grad.cpu() for name, weight in weights if weight.grad is not None}
+    gradients = gradients_without_optimizer(accelerator)
     if gradients:
-        torch.save(gradients, folder / GRADIENTS_FILE)
+        torch.save({name: gradient.cpu() for name, gradient in gradients.items()}, folder / GRADIENTS_FILE)
     return bool(gradients)
+
+
+def gradients_without_optimizer(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the gradients that no optimizer clears, by the name of the weight."""
+    return {name: weight.grad for name, weight in _weights_without_optimizer(accelerator) if weight.grad is not None}
 
 
 def _weights_without_optimizer(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
