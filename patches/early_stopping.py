@@ -63,7 +63,7 @@ class _EarlyStopping(TrainingCallback):
         if not self._checked:
             self._checked = True
             if current(Validation) is None:
-                warn("--early_stopping has no effect: this run validates nothing")
+                warn("--early_stopping has no effect: this run validates nothing; add --validation_split 0.1, or remove it")
 
     def after_validation(self, evaluation: Evaluation) -> None:
         """Save the model if it is the best, and request a stop if none was for long."""
@@ -75,7 +75,7 @@ class _EarlyStopping(TrainingCallback):
                 with contextlib.suppress(OSError):  # a full disk; the state is complete without it
                     replace_text(state / LATER_FILE, self._text())
         if self._is_over() and (stopper := stop_request.stopper()) is not None:
-            note(f"early stopping: {self._reason()}; saving the model and the state")
+            note(f"early stopping: {self._reason()}{self._kept()}; saving the model and the state")
             stopper.request(f"early stopping: {self._reason()}", 0)
 
     def after_training(self) -> None:
@@ -91,6 +91,11 @@ class _EarlyStopping(TrainingCallback):
         best = evaluations.best(self.evaluations)
         assert best is not None
         return f"no validation since step {best.step} was better than its loss of {best.loss:.4g}"
+
+    def _kept(self) -> str:
+        """Return the file of the best model for a message; empty if this run or one that it resumes has saved none."""
+        files = sorted((str(file) for file in self._best if file.is_file()), key=len)
+        return f"; the best model is {files[0]}" if files else ""
 
     def _save(self, evaluation: Evaluation) -> None:
         """Save the model, and then remove the best one before."""
@@ -134,8 +139,15 @@ class _EarlyStopping(TrainingCallback):
         saved = json.loads(file.read_text(encoding="utf-8"))
         self.evaluations = evaluations.of_lines(saved["evaluations"])
         self._best = {Path(self.args.output_dir, name) for name in saved["best"]}
+        best = evaluations.best(self.evaluations)
+        if best is not None and self._best and not self._kept():
+            missing = min(map(str, self._best), key=len)
+            warn(
+                f"{missing}, the best model so far, is missing; another is saved when a loss is below that of step {best.step}"
+            )
         if self._is_over():
-            note(f"nothing left to train: {self._reason()}; to train on, increase --early_stopping or remove it")
+            advice = "to train on, increase --early_stopping or remove it"
+            note(f"nothing left to train: {self._reason()}{self._kept()}; {advice}")
             if (stopper := stop_request.stopper()) is not None:
                 stopper.request(f"early stopping: {self._reason()}", 0)
             raise SystemExit(0)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,14 +27,16 @@ from typing import Any
 from kohya_ext.config.settings import Option, Settings, boolean, fraction, one_of
 from kohya_ext.console import note, stop, warn
 from kohya_ext.patching.attributes import Replacement, replace_attribute
-from kohya_ext.patching.patch import Patch, moved
+from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.renames import unlink
 from kohya_ext.sdscripts.families import trains_control_net
 
 FILE = "kohya_ext_ema.safetensors"
 """The file in a state's folder."""
+
+MODELS_FILE = "kohya_ext_ema_models.json"
+"""The file in a state's folder for the names of the models that were saved with their average; only if there are any."""
 
 _STAGED = 2**29
 """Bytes of pinned memory for the copies of weights. More weights are copied in several groups, each after the one before."""
@@ -138,6 +142,8 @@ class _Average(TrainingCallback):
     """The average of the trained weights, in the main process only, because only that one saves models."""
 
     accelerator: Accelerator
+    folder: Path
+    """The output folder."""
     decay: float
     device: Any
     updates: int = 0
@@ -145,8 +151,8 @@ class _Average(TrainingCallback):
     """Name -> average, float32; empty before the first update."""
     weights: dict[str, Any] = field(default_factory=dict)
     """Name -> trained weight; empty before the training, because accelerate prepares the model after the start."""
-    written: dict[Path, Path] = field(default_factory=dict)
-    """Model file or folder -> file or folder of its average, if saved by this process."""
+    written: set[Path] = field(default_factory=set)
+    """Absolute paths of the models that were saved with their average, by this run or by those that it resumes."""
     replaced: list[Replacement] = field(default_factory=list)
     """Replaced ``save_weights`` methods of the networks."""
     on_host: _HostUpdates | None = None
@@ -201,8 +207,7 @@ class _Average(TrainingCallback):
             if self.values:
                 with self._in_place():
                     save(average_path(path), *args, **kwargs)
-                self._remove_orphans()
-                self.written[Path(path)] = Path(average_path(path))
+                self.written.add(_absolute(path))
             return result
 
         return save_both
@@ -221,13 +226,16 @@ class _Average(TrainingCallback):
             for name, weight in self.weights.items():
                 weight.data = originals[name]
 
-    def _remove_orphans(self) -> None:
-        """Remove the averages of models that upstream has removed (``--save_last_n_steps``)."""
-        for model, average in list(self.written.items()):
-            if not model.exists():
-                del self.written[model]
-                with contextlib.suppress(OSError):  # on Windows another program may have it open
-                    unlink(average)
+    def after_removal(self, path: str, average_path: Callable[[str], str], remove: Callable[[str], object]) -> None:
+        """Remove a model's average after the script has removed the model (``--save_last_n_steps``).
+
+        The average of a model that the user has moved or deleted stays: it is the only one.
+        """
+        model = _absolute(path)
+        if model in self.written and not model.exists():
+            self.written.remove(model)
+            with contextlib.suppress(OSError):  # on Windows another program may have it open
+                remove(average_path(path))
 
     def on_end(self) -> None:
         """Complete the average and restore the networks' methods."""
@@ -241,6 +249,10 @@ class _Average(TrainingCallback):
             from safetensors.torch import save_file
 
             save_file(dict(self.complete()), str(folder / FILE), {"updates": str(self.updates)})
+        # A copied state that is resumed in another folder must not remove a file of this one.
+        root = _absolute(self.folder)
+        if models := sorted(model.relative_to(root).as_posix() for model in self.written if root in model.parents):
+            (folder / MODELS_FILE).write_text(json.dumps(models), encoding="utf-8")
 
     def on_state_load(self, folder: Path) -> None:
         """Read the average from the state."""
@@ -253,6 +265,12 @@ class _Average(TrainingCallback):
         with safe_open(file, framework="pt", device=str(self.device)) as stream:
             self.values = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dictionary
             self.updates = int(stream.metadata()["updates"])
+        if (models := folder / MODELS_FILE).is_file():
+            self.written = {_absolute(self.folder / name) for name in json.loads(models.read_text(encoding="utf-8"))}
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(os.path.abspath(path))
 
 
 def _average_file(path: str) -> str:
@@ -272,7 +290,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Av
         stop(problem)
     if not accelerator.is_main_process:
         return None
-    return _Average(accelerator, settings[EMA_DECAY], accelerator.device if settings[EMA_DEVICE] == "gpu" else "cpu")
+    device = accelerator.device if settings[EMA_DEVICE] == "gpu" else "cpu"
+    return _Average(accelerator, Path(args.output_dir or "."), settings[EMA_DECAY], device)
 
 
 def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
@@ -298,6 +317,23 @@ def _save_model(original: Any, settings: Settings) -> Any:
     return save_sd_model
 
 
+def _removing(average_path: Callable[[str], str]) -> Callable[[Any, Settings], Any]:
+    """Return a wrapper of a function that removes a model, so that it removes the average too."""
+
+    def wrap(original: Any, settings: Settings) -> Any:
+        @wraps(original)
+        def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(path, *args, **kwargs)
+            average = current(_Average)
+            if average is not None and isinstance(path, (str, os.PathLike)):
+                average.after_removal(os.fspath(path), average_path, original)
+            return result
+
+        return remove
+
+    return wrap
+
+
 _SAVERS = {"sd_saver": _average_file, "diffusers_saver": _average_folder}
 
 
@@ -311,8 +347,14 @@ _NAMES = ("save_sd_model_on_epoch_end_or_stepwise_common", "save_sd_model_on_tra
 PATCH = Patch(
     name="ema",
     summary="--ema: save an average of the trained weights with each model and state",
-    targets=tuple(
-        target for name in _NAMES for target in moved(name, "library.checkpoint_io", _save_model, _expect_savers, body="runs")
+    targets=(
+        *(
+            target
+            for name in _NAMES
+            for target in moved(name, "library.checkpoint_io", _save_model, _expect_savers, body="runs")
+        ),
+        Target("os", "remove", _removing(_average_file), takes("path"), body="runs"),
+        Target("shutil", "rmtree", _removing(_average_folder), takes("path"), body="runs"),
     ),
     options=(EMA, EMA_DECAY, EMA_DEVICE),
     exactness="exact",

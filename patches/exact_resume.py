@@ -22,6 +22,7 @@ from kohya_ext.run import log_links, ranks, resume, run_record
 from kohya_ext.run.atomic_write import folders_elsewhere
 from kohya_ext.run.loaded_parts import OPTIMIZER, SCHEDULER
 from kohya_ext.run.run_record import RunRecord
+from kohya_ext.sdscripts.constraints import MASTERS
 
 INEXACT_RESUME = Option(
     "inexact_resume",
@@ -142,13 +143,13 @@ def _with_late_state(kind: str, registered: list[Any], prepared: Any) -> Any:
 
 
 def _load_optimizer(original: Any, settings: Settings) -> Any:
-    """Load states of bf16 weights in the types in which they were saved, such as Adafactor's float32 averages."""
+    """Load states in the types in which the optimizer keeps them, such as Adafactor's float32 averages of bf16 weights."""
 
     @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        from kohya_ext.optimizers.host_states import load_as_saved
+        from kohya_ext.optimizers import saved_states
 
-        load_as_saved(self.optimizer, partial(original, self), state_dict)
+        saved_states.load(self.optimizer, partial(original, self), state_dict, settings[MASTERS])
 
     return load_state_dict
 
@@ -183,6 +184,24 @@ def _load_control_net(original: Any, settings: Settings) -> Any:
         return _IncompatibleKeys([], [])
 
     return load_state_dict
+
+
+def _load_blocks(original: Any, settings: Settings) -> Any:
+    """Let LyCORIS's DyLoRA load what it saves: each weight as one tensor, although its parameters are blocks of ranks.
+
+    Without it, a resume ends with missing parameters, and ``--network_weights`` trains from zero.
+    """
+
+    @wraps(original)
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        for saved, name, dimension in (("lora_up.weight", "up_list", 1), ("lora_down.weight", "down_list", 0)):
+            whole = state_dict.pop(f"{prefix}{saved}", None)
+            if whole is not None:
+                blocks = whole.flatten(1).split(self.block_size, dimension)
+                state_dict.update((f"{prefix}{name}.{number}", block) for number, block in enumerate(blocks))
+        return original(self, state_dict, prefix, *args, **kwargs)
+
+    return _load_from_state_dict
 
 
 def _clean(original: Any, settings: Settings) -> Any:
@@ -249,6 +268,14 @@ PATCH = Patch(
             "SdxlControlNet.load_state_dict",
             _load_control_net,
             takes("self", "state_dict", "strict", "assign", exactly=True),
+            body="runs",
+        ),
+        Target(
+            "lycoris.modules.dylora",
+            "DyLoraModule._load_from_state_dict",
+            _load_blocks,
+            takes("self", "state_dict", "prefix"),
+            optional=True,
             body="runs",
         ),
         Target("library.logging_util", "init_trackers", _init_trackers, body="runs"),

@@ -205,12 +205,12 @@ class _Release(TrainingCallback):
         """Read the norm of the last step and the rounding's random state."""
         import torch
 
-        from kohya_ext.optimizers.host_states import load_as_saved, load_on_host
+        from kohya_ext.optimizers import saved_states
 
         optimizer = _optimizer(self.accelerator)
         load = optimizer.load_state_dict
-        load = load if self.host is None else partial(load_on_host, optimizer, load)
-        optimizer.load_state_dict = partial(load_as_saved, optimizer, load)
+        load = load if self.host is None else partial(saved_states.load_on_host, optimizer, load)
+        optimizer.load_state_dict = partial(saved_states.load, optimizer, load, masters=self.masters)
         file = folder / FILE
         if not file.is_file():
             if self.max_norm:

@@ -8,7 +8,7 @@ of their own, and events order the copies and the kernels: the host does not wai
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,42 +192,3 @@ def states_on_gpu(optimizer: Any) -> Iterator[tuple[Weight, str, torch.Tensor]]:
                 is_moved = isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False)
                 if is_moved and (name != "step" or counts_on_gpu):
                     yield weight, name, value
-
-
-def load_on_host(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:
-    """Load a saved state with an optimizer's own ``load``, which would move all of it to the devices of the weights."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    stand_ins = {weight: torch.nn.Parameter(torch.empty(0, dtype=weight.dtype)) for weight in weights}
-    own = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [stand_ins[weight] for weight in group["params"]]
-    try:
-        load(saved)
-    finally:
-        for group, params in zip(optimizer.param_groups, own, strict=True):
-            group["params"] = params
-        for weight, stand_in in stand_ins.items():
-            if stand_in in optimizer.state:
-                optimizer.state[weight] = optimizer.state.pop(stand_in)
-
-
-def load_as_saved(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:
-    """Load a saved state with an optimizer's own ``load``, which would round float32 states to the type of bf16 weights.
-
-    An optimizer that saves its state in another form than PyTorch's keeps what it loads.
-    """
-    load(saved)
-    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if len(numbers) != len(weights) or "state" not in saved:
-        return
-    for number, weight in zip(numbers, weights, strict=True):
-        of_file, state = saved["state"].get(number, {}), optimizer.state.get(weight, {})
-        for name in state.keys() & of_file.keys():
-            state[name] = torch.utils._pytree.tree_map(_in_type_of_file, state[name], of_file[name])
-
-
-def _in_type_of_file(loaded: Any, of_file: Any) -> Any:
-    are_tensors = isinstance(loaded, torch.Tensor) and isinstance(of_file, torch.Tensor)
-    is_rounded = are_tensors and loaded.dtype is not of_file.dtype
-    return of_file.to(loaded.device) if is_rounded else loaded

@@ -33,10 +33,11 @@ def states_of_the_weights_type(optimizer: Any) -> frozenset[str]:
     import torch
 
     def created() -> list[str]:
-        probe = torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=torch.bfloat16))
-        probe.grad = torch.zeros_like(probe)
-        step_groups(optimizer, [_usual_group(optimizer, [probe])])
-        values = optimizer.state[probe].items()
+        probes = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((_SIDE, _SIDE), (_SIDE,))]
+        for probe in probes:
+            probe.grad = torch.zeros_like(probe)
+        step_groups(optimizer, [_usual_group(optimizer, probes)])
+        values = [item for probe in probes for item in optimizer.state[probe].items()]
         return [name for name, value in values if getattr(value, "dtype", None) is torch.bfloat16]
 
     try:

@@ -100,14 +100,11 @@ class RoundedSteps(WeightSteps):
         """``rounded_states``: names of states of the weight's type. ``part``: elements stepped together; None for all.
 
         ``fused`` steps and rounds a weight without float32 copies, and returns False where it does not support that.
-        ``masters``: keep the bits of each weight that rounding drops, as a state. Without it, those of a loaded state go.
+        ``masters``: keep the bits of each weight that rounding drops, as a state.
         """
         super().__init__(optimizer, host)
         self._rounding, self._rounded, self._part, self._fused = rounding, rounded_states, part, fused
         self._masters = masters
-        if not masters:
-            for state in optimizer.state.values():
-                state.pop(LOWER, None)
         self._reserved: dict[tuple[Any, str], Any] = {}
         """(weight, name) -> memory of a state that the first step creates."""
 

@@ -593,6 +593,7 @@ def _add_steps(
             f"AssertionError; use fewer than {steps} steps, or {math.ceil(steps / max(per_epoch, 1))} epochs at most"
         )
     findings.steps = steps
+    _check_first_step(args, per_epoch, findings)
     findings.notes.append(
         f"{images} images, {trained} with repeats, about {per_epoch} steps per epoch; {steps} steps in total, "
         f"{steps / max(per_epoch, 1):.3g} epochs"
@@ -607,6 +608,17 @@ def _initial_steps(args: Namespace, per_epoch: int) -> Iterator[int]:
         yield step
     elif step is None and epoch is not None and epoch > 1 and epochs is None:
         yield (epoch - 1) * per_epoch
+
+
+def _check_first_step(args: Namespace, per_epoch: int, findings: Findings) -> None:
+    """Warn if the script skips whole epochs, whose steps it does not count: it then trains beyond the last step."""
+    first = getattr(args, "initial_step", None) or 0
+    if getattr(args, "skip_until_initial_step", False) and first >= per_epoch > 0:
+        findings.warnings.append(
+            f"--skip_until_initial_step begins at step {first}, but numbers it {first % per_epoch}, because sd-scripts counts "
+            f"from the start of its epoch: up to {first - first % per_epoch} steps more than the rest are trained. To resume a "
+            "run, use --resume without --initial_step"
+        )
 
 
 def _bucket_counts(

@@ -228,9 +228,38 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
             findings.errors.append(
                 f"--resume {state} has rank {rank}, but --network_dim is {args.network_dim or 4}; use --network_dim {rank}"
             )
+        elif (change := _change_of_parts(state, script, args)) is not None:
+            findings.errors.append(f"--resume {state} {change}")
 
 
 def _other_rank(state: Path, args: Namespace) -> int | None:
     """Return the rank of the LoRA in a state if it differs from ``--network_dim``; None if it matches or is unknown."""
     file = state / "model.safetensors"
     return model_files.other_rank(read_header(file).shapes, args) if file.is_file() else None
+
+
+#: Families whose LoRA has modules of a text encoder unless it is for the model alone.
+_WITH_TEXT_ENCODERS = ("sd15", "sdxl", "flux")
+
+#: (start of a module's name, what it changes, the option that leaves it out)
+_PARTS = (
+    ("lora_te", "a text encoder", "network_train_unet_only"),
+    ("lora_unet", "the model", "network_train_text_encoder_only"),
+)
+
+
+def _change_of_parts(state: Path, script: Path, args: Namespace) -> str | None:
+    """Return which modules the LoRA in a state has or lacks, and the option to change; None if it is this run's or unknown."""
+    file, family = state / "model.safetensors", families.of(script.name, vars(args))
+    if not file.is_file() or not (getattr(args, "network_module", None) or "").startswith("networks.lora"):
+        return None
+    has = {prefix: any(name.startswith(prefix) for name in read_header(file).shapes) for prefix, _, _ in _PARTS}
+    if family is None or family.name not in _WITH_TEXT_ENCODERS or not any(has.values()):
+        return None
+    for prefix, title, option in _PARTS:
+        is_left_out = getattr(args, option, False)
+        if has[prefix] and is_left_out:
+            return f"has a LoRA of {title}, which --{option} does not train; remove that option"
+        if not has[prefix] and not is_left_out:
+            return f"has no LoRA of {title}; add --{option}, with which it was trained"
+    return None

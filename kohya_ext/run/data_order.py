@@ -43,6 +43,18 @@ def restore(loader: Any, saved: Mapping[str, Any]) -> None:
     set_next_step(loader, saved.get("next_step"))
 
 
+def batch_sizes(loader: Any) -> list[int]:
+    """Return the number of images in a full batch of each dataset; empty if a dataset does not tell it."""
+    sizes = [getattr(dataset, "batch_size", None) for dataset in _datasets(loader)]
+    return [size for size in sizes if size] if all(sizes) else []
+
+
+def batches_of_as_many_images(loader: Any, batches: int, sizes: list[int]) -> int:
+    """Return the number of batches with as many images as ``batches`` had with other :func:`batch_sizes`."""
+    now = batch_sizes(loader)
+    return batches * sum(sizes) // sum(now) if sizes and len(now) == len(sizes) else batches
+
+
 def set_next_step(loader: Any, value: int | None) -> None:
     """Set the step that the collate function passes to the datasets; does nothing for None."""
     if value is not None and (shared := _next_step(loader)) is not None:

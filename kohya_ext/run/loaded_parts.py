@@ -112,14 +112,30 @@ class LoadedParts:
                 weight.grad = gradients[name].to(weight.device)
 
 
-def save_gradients(accelerator: Accelerator, folder: Path) -> None:
-    """Save the gradients that no optimizer clears."""
+def gradient_differences(folder: Path, position: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the gradients of a state that no optimizer clears are not those of its step. ``position``: the state's."""
+    clipped = "of weights with a learning rate of 0, which count in the norm that --max_grad_norm limits"
+    if not position.get("gradients"):
+        return
+    if not (folder / GRADIENTS_FILE).is_file():
+        yield f"{folder} lacks {GRADIENTS_FILE}, the gradients {clipped}; they start from zero"
+    elif position.get("within_step"):
+        yield f"{folder} was saved after a failure, so it holds a part of the failed step's gradients {clipped}"
+
+
+def save_gradients(accelerator: Accelerator, folder: Path) -> bool:
+    """Save the gradients that no optimizer clears; return whether there are any."""
     import torch
 
-    weights = _weights_without_optimizer(accelerator)
-    gradients = {name: weight.grad.cpu() for name, weight in weights if weight.grad is not None}
+    gradients = gradients_without_optimizer(accelerator)
     if gradients:
-        torch.save(gradients, folder / GRADIENTS_FILE)
+        torch.save({name: gradient.cpu() for name, gradient in gradients.items()}, folder / GRADIENTS_FILE)
+    return bool(gradients)
+
+
+def gradients_without_optimizer(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the gradients that no optimizer clears, by the name of the weight."""
+    return {name: weight.grad for name, weight in _weights_without_optimizer(accelerator) if weight.grad is not None}
 
 
 def _weights_without_optimizer(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:

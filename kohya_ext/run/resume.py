@@ -42,7 +42,7 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.renames import is_open, patiently
 from kohya_ext.run import data_order, journal, log_links, run_record
 from kohya_ext.run.atomic_write import final_path
-from kohya_ext.run.loaded_parts import LoadedParts, network_norms, save_gradients
+from kohya_ext.run.loaded_parts import LoadedParts, gradient_differences, network_norms, save_gradients
 from kohya_ext.run.output_files import final_models, states
 from kohya_ext.run.run_record import RunRecord
 from kohya_ext.run.safetensors_header import read_header
@@ -120,6 +120,8 @@ class Position(TrainingCallback):
     """Whether the loop has finished the statements after the last step: saving, sampling and logging."""
     _new_states: list[Path] = field(default_factory=list)
     """States saved since the loop last took a batch: see :meth:`_save_next_random_state`."""
+    _is_within_step: bool = False
+    """Whether gradients of the next step are computed."""
     _is_due: bool = False
     """Whether the script saves a state after this step, in a run with several processes."""
     _target: dict[str, Any] | None = None
@@ -133,8 +135,13 @@ class Position(TrainingCallback):
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
+    def before_backward(self) -> None:
+        """Note that gradients are added to those of earlier steps which no optimizer clears."""
+        self._is_within_step = True
+
     def after_batch(self, accelerator: Accelerator) -> None:
         """Count a micro-batch, and the optimizer step if there was one."""
+        self._is_within_step = not accelerator.sync_gradients
         self.batch += 1
         self._order, self._has_left_step = None, False
         self.step += bool(accelerator.sync_gradients)
@@ -205,13 +212,13 @@ class Position(TrainingCallback):
             import torch
 
             counters = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
-            accumulated = {"accumulated": getattr(self.args, "gradient_accumulation_steps", 1)}
+            images = {"batch_sizes": data_order.batch_sizes(self._loader) if self._loader is not None else []}
             own = self.snapshot().part()
             ranks = self._ranks or [{**own, "random": self._fixed or own["random"]}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
             norms = {"norms": network_norms(self.accelerator), "left": self._has_left_step}
-            torch.save({**counters, "start": _start(self.args), **accumulated, **processes, **norms}, folder / FILE)
-            save_gradients(self.accelerator, folder)
+            gradients = {"gradients": save_gradients(self.accelerator, folder), "within_step": self._is_within_step}
+            torch.save({**counters, "start": _start(self.args), **images, **processes, **norms, **gradients}, folder / FILE)
             if self._fixed is None:
                 self._new_states.append(final_path(folder))
 
@@ -260,9 +267,6 @@ class Position(TrainingCallback):
                 f"nothing left to train: {folder} is at step {target['step']} and --max_train_steps is "
                 f"{self.args.max_train_steps}; increase it or remove --resume"
             )
-        # With another number of accumulated micro-batches the position has the same number of images.
-        accumulated = getattr(self.args, "gradient_accumulation_steps", 1)
-        target["batch"] = target["batch"] * accumulated // target["accumulated"]
         rank = self._rank_state(target, folder)
         target.update({"next_step": None, **rank["began"]}, **{name: rank.get(name) for name in ("earlier", "loaded", "order")})
         next_random, index = folder / RANDOM_FILE, self.accelerator.process_index
@@ -338,6 +342,7 @@ class Position(TrainingCallback):
                 yield from self._after_each(batches())
         else:
             self._begin_again(target)
+            target["batch"] = data_order.batches_of_as_many_images(loader, target["batch"], target.get("batch_sizes", []))
             with self._watched(loader, target["batch"], target["loaded"]):
                 drawn = batches()
                 for _ in itertools.islice(drawn, target["batch"]):
@@ -439,16 +444,18 @@ class Position(TrainingCallback):
             self._loaded_parts.restore("optimizer_eval_fn" in frame.f_locals and not target.get("left", False))
             self._loaded_parts = None
         set_random_state(self._random)
-        self._warn_of_differences()
+        self._warn_of_differences(target)
         journal.event("resume", step=self.step, file=self.args.resume)
         where = f", in epoch {self.epoch + 1} after {self.batch} batches" if self._loader is not None else ""
         note(f"resumed after step {self.step}{where}")
 
-    def _warn_of_differences(self) -> None:
+    def _warn_of_differences(self, target: Mapping[str, Any]) -> None:
         base = getattr(self._loader, "base_dataloader", None)
+        differences = [*gradient_differences(Path(self.args.resume or ""), target)]
         if base is not None:
-            for difference in data_order.inexact(self._loader, base.num_workers, _is_persistent(self._loader)):
-                warn(f"the result will differ from an uninterrupted run: {difference}")
+            differences += data_order.inexact(self._loader, base.num_workers, _is_persistent(self._loader))
+        for difference in differences:
+            warn(f"the result will differ from an uninterrupted run: {difference}")
 
 
 def _start(args: Namespace) -> list[int | None]:

@@ -6,16 +6,18 @@ from typing import Any
 
 from kohya_ext.patching.training_loop import trained_weights
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.run.loaded_parts import gradients_without_optimizer
 
 #: Overhead of torch.save and safetensors, bytes per tensor. Measured for a LoRA's state: 170.
 _ENTRY = 200
 
 
 def state_bytes(accelerator: Accelerator) -> int:
-    """Return the approximate size of a state, bytes: trained weights and optimizer state."""
+    """Return the approximate size of a state, bytes: trained weights, optimizer state, and gradients that nothing clears."""
     optimizers = accelerator._optimizers
     slots = [slot for optimizer in optimizers for slot in optimizer.state_dict()["state"].values()]
     tensors = [*trained_weights(optimizers), *(value for slot in slots if isinstance(slot, dict) for value in slot.values())]
+    tensors += gradients_without_optimizer(accelerator).values()
     return tensor_bytes(tensors) + _ENTRY * len(tensors)
 
 

@@ -163,6 +163,12 @@ class Run:
         return int(str(self.values.get("gradient_accumulation_steps") or 1))
 
     @property
+    def starts_later(self) -> bool:
+        """Whether the first step or epoch is not that of the training set: a first step overrules a first epoch."""
+        step, epoch = self.values.get("initial_step"), self.values.get("initial_epoch")
+        return int(str(epoch or 1)) > 1 if step is None else int(str(step)) > 0
+
+    @property
     def processes(self) -> int:
         """The value of --num_processes."""
         return int(str(self.values.get("num_processes") or 1))
@@ -333,6 +339,11 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(_IN_BACKWARD, (), lambda run: run.processes > 1,
                "--{option} steps before the processes have averaged their gradients, so each would train its own weights; "
                "remove it or use one process"),
+    Constraint(("skip_until_initial_step",), ("gradient_accumulation_steps",),
+               lambda run: run.starts_later and run.accumulation > 1,
+               "--{option} with --gradient_accumulation_steps {run.accumulation} begins in a later epoch than that of the "
+               "first step, and numbers its steps from below 0; remove --{option}. To resume a run, use --resume without "
+               "--initial_step and --initial_epoch"),
     Constraint(_RELEASE, (), lambda run: not run.fine_tunes,
                "--{option} works with the scripts that fine-tune whole models, not with {run.script}; remove it"),
     _excludes(_RELEASE, FUSED_OPTIMIZERS, "each steps the optimizer during the backward pass; remove --{other}"),

@@ -111,6 +111,20 @@ def test_resume_equals_the_undisturbed_run(checkout, train, case):
     assert not different
 
 
+@pytest.mark.thorough
+@pytest.mark.newest
+@pytest.mark.parametrize("script", [LORA, "flux_train_network.py"])
+@pytest.mark.parametrize("option", ["--network_train_unet_only", ""])
+def test_a_state_of_other_modules_is_an_error_before_a_model_is_loaded(checkout, train, script, option):
+    run = train(checkout, script, *filter(None, [option]), *AFTER_TWO_STEPS)
+    resume = (*AFTER_TWO_STEPS, "--resume", str(run.folder / AFTER_TWO))
+    again, other = train(checkout, script, *filter(None, [option]), *resume), ("", "--network_train_unet_only")[not option]
+    assert same(again.tensors, run.tensors)
+    refused = train(checkout, script, *filter(None, [other]), *resume)
+    assert refused.code == 2
+    assert ("a text encoder; add --network_train_unet_only" if option else "remove that option") in refused.output
+
+
 @pytest.mark.parametrize("scripts", SCRIPTS)
 def test_resume_at_the_last_step_writes_the_final_model_once(checkout, train, scripts, tmp_path):
     """As after a kill between the last state and the final model, of which an earlier run left another. The output name has a

@@ -138,6 +138,18 @@ def test_resume_equals_the_undisturbed_run(checkout, train, case):
     assert same(resumed.tensors, undisturbed.tensors)
 
 
+@pytest.mark.thorough
+@pytest.mark.newest
+@pytest.mark.parametrize("more", [(), (RELEASE,), (RELEASE, "--master_weights")], ids=" ".join)
+def test_a_state_of_float32_weights_is_resumed_with_bf16(checkout, train, more):
+    options = (*UNCLIPPED, "--optimizer_type", "AdamW", "--save_every_n_steps", "2", "--save_state")
+    usual = train(checkout, FULL, *options)
+    resumed = train(checkout, FULL, *options, *BF16, *more, "--resume", str(usual.folder / "tiny-step00000002-state"))
+    assert resumed.code == 0, resumed.output[-4000:]
+    differences = [(tensor.double() - usual.tensors[name].double()).flatten() for name, tensor in resumed.tensors.items()]
+    assert torch.cat(differences).abs().mean() < 1e-3  # single weights differ by steps, where a gradient is almost 0
+
+
 #: The same with 8-bit states and their small tables, which stay where they are, and the states of another package.
 ON_HOST = {
     "AdamW": (FULL, (*UNCLIPPED, "--optimizer_type", "AdamW")),

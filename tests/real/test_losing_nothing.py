@@ -145,6 +145,24 @@ def test_stopped_run_resumes_bit_identically(checkout, train, scripts, name):
     assert names == expected
 
 
+@pytest.mark.thorough
+@posix
+@pytest.mark.parametrize("scripts", SCRIPTS)
+def test_averages_go_with_the_models_that_upstream_removes_also_after_a_resume(checkout, train, scripts):
+    options = ("--max_train_steps", "6", "--save_every_n_steps", "1", "--save_last_n_steps", "1", "--save_state", "--ema")
+    options += ("--early_stopping", "9", "--validate_every_n_steps", "1", "--resume", "auto")
+    stopped = train(checkout, scripts[checkout.layout], *options, at_step=3, act=send(signal.SIGTERM))
+    moved = stopped.folder / "chosen.safetensors"
+    next(stopped.folder.glob("tiny-step00000002.safetensors")).rename(moved)
+    resumed = train(checkout, scripts[checkout.layout], *options, output=stopped.folder)
+    assert resumed.code == 0, resumed.output[-4000:]
+    models = {path.stem for path in resumed.folder.glob("tiny*.safetensors")}
+    averaged = {name.removesuffix("-ema") for name in models if name.endswith("-ema")}
+    assert averaged - models == {"tiny-step00000002"}, "the user has moved its model"
+    assert {name for name in models if not name.endswith("-ema")} <= averaged
+    assert len(averaged) == 5, "the last, the two newest, the best and the moved one"
+
+
 @pytest.mark.newest
 def test_ema_averages_the_models_after_each_step(checkout, train):
     run = train(checkout, LORA, "--ema", "--ema_decay", "0.4", "--save_every_n_steps", "1")

@@ -58,7 +58,7 @@ def test_restarts_are_limited(checkout, train):
         bare=True,
     )
     assert run.code == 1
-    assert "restart 1 of 1, from the beginning, with mixed precision" in run.output
+    assert "restart 1 of 1, from the beginning, with 16-bit mixed precision" in run.output
     assert "out of memory after 1 restarts" in run.output
     assert not run.file.exists()
 

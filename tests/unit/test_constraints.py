@@ -71,6 +71,25 @@ def test_split_weights_of_a_flux_lora_are_refused():
     assert not [*options.impossible(Path(FLUX), Namespace(**{**given, "network_args": ["split_qkv=False"]}))]
 
 
+@pytest.mark.parametrize(
+    ("given", "fails"),
+    [
+        ({"initial_step": 3}, True),
+        ({"initial_epoch": 2}, True),
+        ({"initial_step": 0, "initial_epoch": 2}, False),
+        ({"initial_epoch": 1}, False),
+        ({}, False),
+        ({"initial_step": 3, "gradient_accumulation_steps": 1}, False),
+        ({"initial_step": 3, "skip_until_initial_step": False}, False),
+    ],
+    ids=str,
+)
+def test_accumulation_and_a_first_step_until_which_is_skipped_are_refused(given, fails):
+    values = {"skip_until_initial_step": True, "gradient_accumulation_steps": 2, **given}
+    problems = [*options.impossible(Path(LORA), Namespace(**values))]
+    assert ["numbers its steps from below 0" in each for each in problems] == [True] * fails
+
+
 def test_token_warm_up_stays_refused():
     run = Run(LORA, {"token_warmup_step": 10, VARIANTS: 8})
     assert newly_broken(run, {"cache_text_encoder_outputs": True})

@@ -113,6 +113,26 @@ def test_a_resumed_run_counts_on_and_a_stopped_one_ends(start, stopper, tmp_path
     assert "nothing left to train: no validation since step 10 was better" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_messages_name_the_best_model_of_the_run_that_is_resumed_if_it_exists(start, stopper, tmp_path, capsys, is_kept):
+    state = tmp_path / "cat-state"
+    state.mkdir()
+    callback = start(2)
+    validate(callback, 1.0)
+    callback.on_state_save(state)
+    best = tmp_path / "cat-best-step00000010.safetensors"
+    if not is_kept:  # the run saved a better one after the state, or its user has moved it
+        best.unlink()
+    resumed = start(2)
+    resumed.on_state_load(state)
+    validate(resumed, 1.1, 1.2)
+    printed = capsys.readouterr().err
+    assert (
+        f"better than its loss of 1; the best model is {tmp_path / 'cat-best-step00000010.safetensors'};" in printed
+    ) == is_kept
+    assert ("cat-best-step00000010.safetensors, the best model so far, is missing; another is saved" in printed) != is_kept
+
+
 def test_a_run_that_was_never_validated_says_so(start, stopper, capsys):
     callback = start(2)
     stopper.reason = "SIGINT"

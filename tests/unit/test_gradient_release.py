@@ -19,7 +19,6 @@ from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.errors import UserError  # noqa: E402
 from kohya_ext.optimizers import probes, weight_steps  # noqa: E402
-from kohya_ext.optimizers.host_states import load_as_saved  # noqa: E402
 from kohya_ext.optimizers.master_weights import LOWER, joined, split  # noqa: E402
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding  # noqa: E402
 from kohya_ext.optimizers.weight_steps import RoundedSteps, WeightSteps  # noqa: E402
@@ -197,20 +196,6 @@ def test_master_weights_are_those_of_float32_training(kind, part):
         assert ((weight - master).abs() <= master.abs() * 2**-7).all()
 
 
-def test_lower_bits_are_loaded_with_a_state_and_go_without_the_option():
-    weights = weights_of(torch.bfloat16)
-    optimizers = [torch.optim.AdamW(weights) for _ in range(2)]
-    steps = RoundedSteps(optimizers[0], StochasticRounding("cpu", 1), STATES, None, masters=True)
-    give_gradients(weights, 1)
-    for weight in weights:
-        steps.step(weight)
-    load_as_saved(optimizers[1], optimizers[1].load_state_dict, optimizers[0].state_dict())
-    lower = [[optimizer.state[weight][LOWER] for weight in weights] for optimizer in optimizers]
-    assert all(torch.equal(*pair) and pair[1].any() for pair in zip(*lower, strict=True))
-    RoundedSteps(optimizers[1], _Nearest(), STATES, None)
-    assert not any(LOWER in state for state in optimizers[1].state.values())
-
-
 def test_master_weights_of_an_optimizer_that_changes_weights_between_steps_are_refused(capsys):
     optimizer = optimizer_of("schedulefree:AdamWScheduleFree", weights_of(torch.bfloat16))
     accelerator = SimpleNamespace(_optimizers=[SimpleNamespace(optimizer=optimizer)])
@@ -314,37 +299,6 @@ def test_loaded_states_are_on_the_gpu_although_a_swapped_block_is_not(counts_on_
     for weight in weights:
         places = {name: value.device.type for name, value in optimizer.state[weight].items()}
         assert places == {"step": "meta" if counts_on_gpu else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
-
-
-def test_float32_states_of_bf16_weights_are_loaded_as_they_were_saved():
-    optimizers = [torch.optim.AdamW(weights_of(torch.bfloat16)) for _ in range(2)]
-    for group in optimizers[0].param_groups:
-        for weight in group["params"]:
-            value = torch.full_like(weight.detach(), 1 + 2**-20, dtype=torch.float32)
-            optimizers[0].state[weight] = {"step": torch.tensor(3.0), "exp_avg": value, "of_sides": [value.double(), weight]}
-    load_as_saved(optimizers[1], optimizers[1].load_state_dict, optimizers[0].state_dict())
-    states = [each for optimizer in optimizers for each in tree_leaves([*optimizer.state.values()])]
-    assert len(states) == 2 * 4 * len(SHAPES)
-    torch.testing.assert_close(states[: len(states) // 2], states[len(states) // 2 :], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("saved", [{"mine": 1}, {"param_groups": [], "state": {}}])
-def test_a_state_in_another_form_is_loaded_as_its_optimizer_does(saved):
-    loaded = []
-    load_as_saved(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), loaded.append, saved)
-    assert loaded == [saved]
-
-
-def test_a_number_that_an_optimizer_loads_as_a_tensor_stays_one():
-    """As AdamW does with the step of a state that an old PyTorch has saved."""
-    weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.AdamW([weight])
-    weight.grad = torch.ones(2)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    saved["state"][0]["step"] = 1.0
-    load_as_saved(optimizer, optimizer.load_state_dict, saved)
-    assert torch.equal(optimizer.state[weight]["step"], torch.tensor(1.0))
 
 
 def test_an_error_in_a_step_leaves_a_state_that_can_be_saved():

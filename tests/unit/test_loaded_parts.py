@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from kohya_ext.patches.exact_resume import _load_control_net, _load_optimizer
+from kohya_ext.patches.exact_resume import _load_blocks, _load_control_net, _load_optimizer
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.run.loaded_parts import GRADIENTS_FILE, OPTIMIZER, LoadedParts, network_norms, save_gradients
@@ -110,6 +110,29 @@ def test_a_state_is_loaded_into_the_parameters_of_a_control_net_that_are_trained
     assert torch.equal(trained, state["weight"])
     model.load_state_dict(state, True, True)
     assert model.weight is not trained
+
+
+@pytest.mark.parametrize("kernel", [(), (3, 3)])
+def test_blocks_of_ranks_are_loaded_from_the_one_tensor_that_is_saved(monkeypatch, kernel):
+    class DyLora(torch.nn.Module):  # as LyCORIS's
+        block_size = 2
+
+        def __init__(self):
+            super().__init__()
+            self.up_list = torch.nn.ParameterList(torch.randn(5, 2) for _ in range(3))
+            self.down_list = torch.nn.ParameterList(torch.randn(2, 7 * 9 if kernel else 7) for _ in range(3))
+            self.register_buffer("alpha", torch.tensor(4.0))
+
+        def saved(self):
+            up, down = torch.cat([*self.up_list], 1), torch.cat([*self.down_list]).reshape(6, -1, *kernel)
+            return {"lora_up.weight": up, "lora_down.weight": down, "alpha": self.alpha}
+
+    monkeypatch.setattr(DyLora, "_load_from_state_dict", _load_blocks(DyLora._load_from_state_dict, Settings()))
+    saving, loading = DyLora(), torch.nn.ModuleDict({"layer": DyLora()})
+    loading.load_state_dict({f"layer.{name}": value for name, value in saving.saved().items()})
+    own = dict(saving.named_parameters())
+    assert all(torch.equal(value, own[name]) for name, value in loading["layer"].named_parameters())
+    loading.load_state_dict(loading.state_dict())  # with the names of the blocks
 
 
 def test_gradients_that_no_optimizer_clears_are_kept(tmp_path):

@@ -285,6 +285,23 @@ def test_a_start_after_the_end_is_a_warning_where_the_steps_of_an_epoch_are_esti
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"initial_step": 12}, "begins at step 12, but numbers it 2"),
+        ({"initial_step": 5}, "up to 5 steps more than the rest are trained"),
+        ({"initial_step": 4}, None),
+        ({"initial_epoch": 2}, None),
+    ],
+    ids=str,
+)
+def test_a_first_step_after_the_first_epoch_is_a_warning_if_the_steps_before_it_are_skipped(tmp_path, given, message):
+    write_images(tmp_path / "5_cat")
+    findings = check(data.check, train_data_dir=str(tmp_path), skip_until_initial_step=True, **given, **ARGS)
+    assert [message in each for each in findings.warnings] == [True] * bool(message)
+    assert not check(data.check, train_data_dir=str(tmp_path), skip_until_initial_step=False, **given, **ARGS).warnings
+
+
+@pytest.mark.parametrize(
     ("folder", "expected"),
     [
         ("missing", "does not exist"),
@@ -699,8 +716,9 @@ def test_earlier_output_is_a_warning_and_is_not_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def write_lora_state(folder, rank):
-    rows = {"lora_unet_x.lora_down.weight": [rank, 8], "lora_unet_x.lora_up.weight": [8, rank]}
+def write_lora_state(folder, rank, parts=("unet",)):
+    shapes = {"down": [rank, 8], "up": [8, rank]}
+    rows = {f"lora_{part}_x.lora_{name}.weight": shape for part in parts for name, shape in shapes.items()}
     size = rank * 8 * 4
     header = json.dumps(
         {
@@ -709,7 +727,7 @@ def write_lora_state(folder, rank):
         }
     )
     folder.mkdir()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2 * size))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(len(rows) * size))
     for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
         with zipfile.ZipFile(folder / name, "w") as archive:
             archive.writestr("data", bytes(100))
@@ -719,10 +737,31 @@ def write_lora_state(folder, rank):
 def test_state_of_another_rank_is_an_error(tmp_path):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "resume": str(state)}
+    args |= {"network_train_unet_only": True}
     assert not check(models.check, **args, network_dim=8).errors
     (error,) = check(models.check, **args, network_dim=16).errors
     assert "has rank 8, but --network_dim is 16" in error
     assert not check(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
+
+
+@pytest.mark.parametrize(
+    ("parts", "option", "message"),
+    [
+        (("unet", "te1"), None, None),
+        (("unet",), "network_train_unet_only", None),
+        (("te",), "network_train_text_encoder_only", None),
+        (("unet", "te1"), "network_train_unet_only", "a text encoder, which --network_train_unet_only does not train; remove"),
+        (("unet",), None, "has no LoRA of a text encoder; add --network_train_unet_only"),
+        (("unet", "te"), "network_train_text_encoder_only", "has a LoRA of the model, which"),
+        (("te",), None, "has no LoRA of the model; add --network_train_text_encoder_only"),
+        (("other",), None, None),
+    ],
+)
+def test_state_with_modules_that_the_run_does_not_train_is_an_error(tmp_path, parts, option, message):
+    state = write_lora_state(tmp_path / "cat-state", 8, parts)
+    args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "resume": str(state), "network_dim": 8}
+    errors = check(models.check, **args, **({option: True} if option else {})).errors
+    assert [message in error for error in errors] == [True] * (message is not None)
 
 
 @pytest.mark.parametrize("option", ["vae", "network_weights"])

@@ -26,7 +26,7 @@ OTHERS = {f"--{name}" for name in (
     "deepspeed", "zero_stage", "save_state", "offload_optimizer_device", "offload_param_device", "max_grad_norm",
     "ddp_gradient_as_bucket_view", "command", "dim_from_weights", "lr_scheduler_type",
     "ae", "caption_dropout_rate", "huggingface_repo_id", "huggingface_token", "log_tracker_config", "wandb_api_key",
-    "network_args", "weighted_captions",
+    "network_args", "weighted_captions", "save_last_n_steps",
     "nodes", "ntasks-per-node", "gres", "cpus-per-task", "time", "signal",  # SLURM's
     "nnodes", "nproc_per_node", "max-restarts", "rdzv_backend", "rdzv_id", "rdzv_endpoint",  # torchrun's
 )}  # fmt: skip

@@ -18,6 +18,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.preflight import models
 from kohya_ext.run import atomic_write, resume, run_record
 from kohya_ext.run.atomic_write import folders_elsewhere
+from kohya_ext.run.loaded_parts import GRADIENTS_FILE, gradient_differences
 from patches import exact_resume
 
 
@@ -99,11 +100,40 @@ def position(accumulated=1, processes=1, index=0, **more):
 BEGAN = {"random": {}, "counters": [0, 0], "next_step": None, "seeds": [7], "generator": None}
 
 
-def test_position_is_converted_when_gradient_accumulation_changes(torch, tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "now", "expected"),
+    [([4, 2], [4, 2], 6), ([4, 2], [2, 1], 12), ([1], [3], 2), ([], [3], 6), ([4], [2, 2], 6), ([4], [None], 6)],
+)
+def test_position_has_as_many_images_with_another_batch_size(sizes, now, expected):
+    loader = SimpleNamespace(dataset=SimpleNamespace(datasets=[SimpleNamespace(batch_size=size) for size in now]))
+    assert resume.data_order.batches_of_as_many_images(loader, 6, sizes) == expected
+
+
+def test_position_stays_when_gradient_accumulation_changes(torch, tmp_path):
     position(2, step=3, epoch=0, batch=6, _began=BEGAN).on_state_save(tmp_path)
     resumed = position(8)
     resumed.on_state_load(tmp_path)
-    assert (resumed._target["step"], resumed._target["batch"]) == (3, 24)
+    assert (resumed._target["step"], resumed._target["batch"]) == (3, 6)
+
+
+@pytest.mark.parametrize("case", ["complete", "failed", "missing", "none"])
+def test_gradients_that_are_not_those_of_the_step_are_reported(torch, tmp_path, case):
+    model = torch.nn.Linear(2, 2, bias=False)  # in no optimizer
+    saving = position(2, _began=BEGAN)
+    saving.accelerator._models, saving.accelerator.unwrap_model = [model], lambda model: model
+    for number in range(2 + (case == "failed")):
+        saving.before_backward()
+        saving.accelerator.sync_gradients = number == 1
+        if case != "none":
+            model.weight.grad = torch.ones(2, 2)
+        if number < 2:
+            saving.after_batch(saving.accelerator)
+    saving.on_state_save(tmp_path)
+    if case == "missing":
+        (tmp_path / GRADIENTS_FILE).unlink()
+    saved = torch.load(tmp_path / resume.FILE, weights_only=True)
+    words = {"failed": "a part of the failed step's gradients", "missing": f"lacks {GRADIENTS_FILE}"}.get(case)
+    assert [words in each for each in gradient_differences(tmp_path, saved)] == [True] * (words is not None)
 
 
 def test_state_holds_the_random_state_of_the_next_step(torch, tmp_path):
