@@ -238,8 +238,8 @@ def _other_rank(state: Path, args: Namespace) -> int | None:
     return model_files.other_rank(read_header(file).shapes, args) if file.is_file() else None
 
 
-#: Families whose LoRA has modules of a text encoder unless it is for the model alone.
-_WITH_TEXT_ENCODERS = ("sd15", "sdxl", "flux")
+#: Scripts and families whose LoRA has modules of a text encoder unless it is for the model alone. LECO's never has.
+_WITH_TEXT_ENCODERS = {"train_network.py": "sd15", "sdxl_train_network.py": "sdxl", "flux_train_network.py": "flux"}
 
 #: (start of a module's name, what it changes, the option that leaves it out)
 _PARTS = (
@@ -251,10 +251,13 @@ _PARTS = (
 def _change_of_parts(state: Path, script: Path, args: Namespace) -> str | None:
     """Return which modules the LoRA in a state has or lacks, and the option to change; None if it is this run's or unknown."""
     file, family = state / "model.safetensors", families.of(script.name, vars(args))
-    if not file.is_file() or not (getattr(args, "network_module", None) or "").startswith("networks.lora"):
+    has_both = family is not None and _WITH_TEXT_ENCODERS.get(script.name) == family.name
+    is_of_weights = getattr(args, "dim_from_weights", False)  # which have the modules that they have
+    if not has_both or is_of_weights or not (getattr(args, "network_module", None) or "").startswith("networks.lora"):
         return None
-    has = {prefix: any(name.startswith(prefix) for name in read_header(file).shapes) for prefix, _, _ in _PARTS}
-    if family is None or family.name not in _WITH_TEXT_ENCODERS or not any(has.values()):
+    names = read_header(file).shapes if file.is_file() else ()
+    has = {prefix: any(name.startswith(prefix) for name in names) for prefix, _, _ in _PARTS}
+    if not any(has.values()):
         return None
     for prefix, title, option in _PARTS:
         is_left_out = getattr(args, option, False)

@@ -762,6 +762,8 @@ def test_state_with_modules_that_the_run_does_not_train_is_an_error(tmp_path, pa
     args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "resume": str(state), "network_dim": 8}
     errors = check(models.check, **args, **({option: True} if option else {})).errors
     assert [message in error for error in errors] == [True] * (message is not None)
+    assert not check(models.check, **args, **({option: True} if option else {}), dim_from_weights=True).errors
+    assert not check(models.check, "sdxl_train_leco.py", **args).errors
 
 
 @pytest.mark.parametrize("option", ["vae", "network_weights"])
