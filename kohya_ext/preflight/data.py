@@ -332,13 +332,20 @@ def images_of(folder: Path) -> list[Path]:
 
     Takes a third of the time of ``Path.iterdir`` and a sort.
     """
-    names = [name for name in os.listdir(folder) if _suffix(name) in IMAGE_SUFFIXES and not name.startswith(".")]
-    return [folder / name for name in sorted(names) if _is_read(name)]
+    return _all_images(folder)[0]
+
+
+def _all_images(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the images of a folder, and those that sd-scripts leaves out because their suffixes mix cases (``.Png``)."""
+    names = sorted(name for name in os.listdir(folder) if _suffix(name) in IMAGE_SUFFIXES and not name.startswith("."))
+    read = [name for name in names if _is_read(name)]
+    unread = [name for name in names if not _is_read(name)] if len(read) < len(names) else []
+    return [folder / name for name in read], [folder / name for name in unread]
 
 
 def _images_to_train(subset: Subset, findings: Findings) -> list[Path]:
     """Return the images that a subset trains; add a warning about those that sd-scripts leaves out."""
-    files, unread = images_of(subset.folder), _images_that_are_not_read(subset.folder)
+    files, unread = _all_images(subset.folder)
     if subset.has_metadata_file:  # which names them
         return sorted([*files, *unread])
     if unread:
@@ -348,12 +355,6 @@ def _images_to_train(subset: Subset, findings: Findings) -> list[Path]:
             f"{suffix.upper()}, not {suffix}: {abbreviated([file.name for file in unread])}; rename them"
         )
     return files
-
-
-def _images_that_are_not_read(folder: Path) -> list[Path]:
-    """Return the images of a folder that sd-scripts leaves out, because the case of their suffixes is mixed (``.Png``)."""
-    names = sorted(name for name in os.listdir(folder) if not _is_read(name) and not name.startswith("."))
-    return [folder / name for name in names if _suffix(name) in IMAGE_SUFFIXES]
 
 
 def _is_read(name: str) -> bool:
@@ -587,36 +588,31 @@ def _add_steps(
     steps = args.max_train_steps if epochs is None else epochs * per_epoch
     if steps < 1:
         findings.errors.append(f"nothing to train: {steps} steps; use --max_train_steps or --max_train_epochs of 1 or more")
-    if any(steps <= start for start in _initial_steps(args, per_epoch)):
-        findings.warnings.append(
-            "--initial_step or --initial_epoch is about the end of the run, or after it: the script then ends with an "
-            f"AssertionError; use fewer than {steps} steps, or {math.ceil(steps / max(per_epoch, 1))} epochs at most"
-        )
     findings.steps = steps
-    _check_first_step(args, per_epoch, findings)
+    _check_first_step(args, steps, per_epoch, findings)
     findings.notes.append(
         f"{images} images, {trained} with repeats, about {per_epoch} steps per epoch; {steps} steps in total, "
         f"{steps / max(per_epoch, 1):.3g} epochs"
     )
 
 
-def _initial_steps(args: Namespace, per_epoch: int) -> Iterator[int]:
-    """Yield the step at which a LoRA script begins, where :mod:`numbers` does not compare it with the end of the run."""
+def _check_first_step(args: Namespace, steps: int, per_epoch: int, findings: Findings) -> None:
+    """Warn if a LoRA script begins after its last step, or skips epochs whose steps it does not count.
+
+    :mod:`numbers` compares a first step with a number of steps, and a first epoch with a number of epochs.
+    """
     step, epoch = getattr(args, "initial_step", None), getattr(args, "initial_epoch", None)
-    epochs = getattr(args, "max_train_epochs", None)
-    if step and epochs is not None:
-        yield step
-    elif step is None and epoch is not None and epoch > 1 and epochs is None:
-        yield (epoch - 1) * per_epoch
-
-
-def _check_first_step(args: Namespace, per_epoch: int, findings: Findings) -> None:
-    """Warn if the script skips whole epochs, whose steps it does not count: it then trains beyond the last step."""
-    first = getattr(args, "initial_step", None) or 0
-    if getattr(args, "skip_until_initial_step", False) and first >= per_epoch > 0:
+    in_epochs = getattr(args, "max_train_epochs", None) is not None
+    first = step if step is not None else ((epoch or 1) - 1) * per_epoch
+    if first >= max(steps, 1) and in_epochs == (step is not None):
         findings.warnings.append(
-            f"--skip_until_initial_step begins at step {first}, but numbers it {first % per_epoch}, because sd-scripts counts "
-            f"from the start of its epoch: up to {first - first % per_epoch} steps more than the rest are trained. To resume a "
+            "--initial_step or --initial_epoch is about the end of the run, or after it: the script then ends with an "
+            f"AssertionError; use fewer than {steps} steps, or {math.ceil(steps / max(per_epoch, 1))} epochs at most"
+        )
+    if getattr(args, "skip_until_initial_step", False) and step is not None and step >= per_epoch > 0:
+        findings.warnings.append(
+            f"--skip_until_initial_step begins at step {step}, but numbers it {step % per_epoch}, because sd-scripts counts "
+            f"from the start of its epoch: up to {step - step % per_epoch} steps more than the rest are trained. To resume a "
             "run, use --resume without --initial_step"
         )
 
